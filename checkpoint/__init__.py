@@ -1,0 +1,1 @@
+"""The state: fingerprints, bundles, samplers and what a move carries."""

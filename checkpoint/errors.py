@@ -1,0 +1,77 @@
+"""The errors of the checkpoint package: each says what was expected, what was found, what to do.
+
+ShiftbookError
+└── CheckpointError
+    ├── FingerprintError
+    │   ├── UnsupportedTensor
+    │   └── IncompleteFingerprint
+    ├── BundleError (names the bundle and the part)
+    │   ├── ManifestInvalid
+    │   ├── PartMissing
+    │   ├── PartDamaged
+    │   ├── PartMismatch
+    │   └── BundleWriteFailed
+    ├── SamplerStateError
+    └── LiveSnapshotDamaged
+"""
+
+from __future__ import annotations
+
+from shiftbook.ledger.errors import ShiftbookError
+
+
+class CheckpointError(ShiftbookError):
+    """Base of everything that the checkpoint package raises on purpose."""
+
+
+class FingerprintError(CheckpointError):
+    """A fingerprint was asked for, added or read in a way that has no meaning."""
+
+
+class UnsupportedTensor(FingerprintError):
+    """The object is no dense tensor of a dtype whose bits are defined."""
+
+
+class IncompleteFingerprint(FingerprintError):
+    """Partial fingerprints do not cover each element of the logical tensor exactly once."""
+
+
+class BundleError(CheckpointError):
+    """A bundle cannot be written or read; `part` names which of its parts is concerned."""
+
+    def __init__(self, message: str, *, path: str = "", part: str | None = None) -> None:
+        super().__init__(message)
+        self.path = path
+        self.part = part
+
+
+class ManifestInvalid(BundleError):
+    """The manifest is missing, cut off, not JSON, of another format, or not its own digest's."""
+
+
+class PartMissing(BundleError):
+    """A part, a file of it or a tensor in it is not there, or one is there that nobody declared."""
+
+
+class PartDamaged(BundleError):
+    """The bytes of a part are not the bytes that were saved."""
+
+
+class PartMismatch(BundleError):
+    """A part is readable but holds other tensors than its manifest says (another step's, say)."""
+
+
+class BundleWriteFailed(BundleError):
+    """The disk refused the bundle; nothing of it was left behind."""
+
+
+class SamplerStateError(CheckpointError):
+    """A sampler state belongs to another rule, seed or data set, or points outside of it."""
+
+
+class LiveSnapshotDamaged(CheckpointError):
+    """A tensor that arrived with a move is not the tensor that was sent."""
+
+    def __init__(self, message: str, *, tensor: str) -> None:
+        super().__init__(message)
+        self.tensor = tensor

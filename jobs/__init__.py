@@ -1,0 +1,1 @@
+"""Small real reinforcement-learning jobs that the demo, the tests and CI checks run."""

@@ -1,0 +1,1 @@
+"""Commands of the book, a module for each family."""

@@ -1,0 +1,131 @@
+"""The envelope of an event: what stands around the body, all of it inside the hash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shiftbook.ledger.canonical import MAX_EVENT_BYTES, decode, encode, leaf_hash
+from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.events.base import Event, parse
+
+SYSTEM_JOB = "shiftbook"
+"""The reserved job that owns ledger-wide events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """An event on its way into the ledger.
+
+    ``occurred_ns`` is UTC nanoseconds on the writer's clock, the time of the append where absent.
+    ``writer`` and ``sequence`` are set only for spooled events, which keep the order they had.
+    """
+
+    event: Event
+    operation: str | None = None
+    cause: int | None = None
+    occurred_ns: int | None = None
+    writer: str | None = None
+    sequence: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event as it stands in the ledger; ``data`` is what was stored and hashed."""
+
+    position: int
+    job: str
+    version: int
+    type: str
+    schema: int
+    occurred_ns: int
+    recorded_ns: int
+    writer: str
+    sequence: int
+    actor: str
+    operation: str | None
+    cause: int | None
+    key: str | None
+    body: dict[str, Any]
+    data: bytes = field(repr=False)
+    leaf: bytes = field(repr=False)
+
+    def parsed(self) -> Event:
+        """Body as its model; UnknownEvent where this build does not know the type or schema."""
+        return parse(self.type, self.schema, self.body)
+
+    def plain(self) -> dict[str, Any]:
+        """Envelope with its body as plain values, as it is printed."""
+        return decode(self.data)
+
+
+ENVELOPE_FIELDS = (
+    "position",
+    "job",
+    "version",
+    "type",
+    "schema",
+    "occurred_ns",
+    "recorded_ns",
+    "writer",
+    "sequence",
+    "actor",
+    "operation",
+    "cause",
+    "key",
+)
+
+
+def seal(
+    draft: Draft,
+    *,
+    position: int,
+    job: str,
+    version: int,
+    recorded_ns: int,
+    writer: str,
+    sequence: int,
+    actor: str,
+    key: str | None,
+) -> StoredEvent:
+    """Give a draft its place and serialise it, once."""
+    event = draft.event
+    body = event.plain()
+    type_ = event.type_()
+    envelope: dict[str, Any] = {
+        "position": position,
+        "job": job,
+        "version": version,
+        "type": type_,
+        "schema": event.schema_,
+        "occurred_ns": recorded_ns if draft.occurred_ns is None else draft.occurred_ns,
+        "recorded_ns": recorded_ns,
+        "writer": draft.writer or writer,
+        "sequence": sequence if draft.sequence is None else draft.sequence,
+        "actor": actor,
+        "operation": draft.operation,
+        "cause": draft.cause,
+        "key": key,
+    }
+    data = encode({**{k: v for k, v in envelope.items() if v is not None}, "body": body})
+    if len(data) > MAX_EVENT_BYTES:
+        raise InvalidEvent(
+            f"{type_} is {len(data)} bytes, the limit is {MAX_EVENT_BYTES}; "
+            "put long lists into an evidence segment and keep its hash in the event"
+        )
+    return StoredEvent(**envelope, body=body, data=data, leaf=leaf_hash(data))
+
+
+def unseal(data: bytes) -> StoredEvent:
+    """Read an event back from its stored bytes; raise InvalidEvent where a field is missing."""
+    value = decode(data)
+    try:
+        body = value.pop("body")
+        for name in ("operation", "cause", "key"):
+            value.setdefault(name, None)
+        return StoredEvent(**value, body=body, data=data, leaf=leaf_hash(data))
+    except (KeyError, TypeError) as error:
+        raise InvalidEvent(
+            f"expected an envelope with {', '.join(ENVELOPE_FIELDS)} and body, "
+            f"found other fields ({error})"
+        ) from error

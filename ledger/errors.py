@@ -1,0 +1,166 @@
+"""Every error of the book, as a tree.
+
+ShiftbookError                      base; the CLI prints its one line and exits with exit_code
+├── LedgerError
+│   ├── InvalidURL                  the URL names no store that this build knows
+│   ├── NotALedger                  the file or database is something else, or damaged
+│   ├── NewerLedger                 written by a newer schema than this build knows
+│   ├── LedgerUnreachable           locked, unreachable, read-only or full; nothing was written
+│   ├── AppendInDoubt               the commit failed; the events may or may not stand
+│   ├── IdempotencyConflict         the key was used before, for other content
+│   ├── VersionConflict             the job is not at the version the caller expected
+│   ├── InvalidEvent                an event that cannot be written as it is
+│   ├── UnknownJob / UnknownPosition / UnknownOperation
+│   └── EvidenceError               a segment is missing, torn or altered
+├── GateError
+│   ├── Rejected                    a rule refused the proposal (rule and reason are named)
+│   ├── IllegalStep                 the event may not follow the one before
+│   ├── StaleGrant                  the grant's epoch is not the operation's current one
+│   ├── StepTimeout                 the step came after its time limit
+│   └── Poisoned                    neither forward nor back was possible
+├── MissingExtra                    an optional dependency is not installed
+└── InvalidQuery / InvalidInput     what the user typed cannot be done
+"""
+
+from __future__ import annotations
+
+
+class ShiftbookError(Exception):
+    """Base of all errors: the message says what was expected, what was found and what to do."""
+
+    exit_code = 2
+
+
+class LedgerError(ShiftbookError):
+    """Something about the store or its content."""
+
+
+class InvalidURL(LedgerError):
+    """The ledger URL names no store that this build knows."""
+
+
+class NotALedger(LedgerError):
+    """The file or database is not a ledger, or it is damaged."""
+
+
+class NewerLedger(LedgerError):
+    """The ledger was written by a newer storage schema than this build knows."""
+
+
+class LedgerUnreachable(LedgerError):
+    """The store could not be reached, locked or written in time; nothing was written."""
+
+
+class AppendInDoubt(LedgerError):
+    """The commit failed: the events may stand or not; retry with the same key to settle it."""
+
+
+class IdempotencyConflict(LedgerError):
+    """The idempotency key stands in the ledger already, with other content."""
+
+    def __init__(self, job: str, key: str, stored: str, offered: str, position: int) -> None:
+        self.job, self.key, self.position = job, key, position
+        self.stored, self.offered = stored, offered
+        super().__init__(
+            f"key {key!r} of job {job!r} was used at position {position} for {stored}; "
+            f"offered now: {offered}. Use a new key for new content."
+        )
+
+
+class VersionConflict(LedgerError):
+    """The job moved on since the caller looked."""
+
+    def __init__(self, job: str, expected: int, found: int) -> None:
+        self.job, self.expected, self.found = job, expected, found
+        super().__init__(
+            f"job {job!r}: expected version {expected}, found {found}. "
+            "Read the events in between, decide again, and append at the new version."
+        )
+
+
+class InvalidEvent(LedgerError):
+    """An event that cannot be written as it is (too large, unknown type, integer beyond 64 bits)."""
+
+
+class UnknownJob(LedgerError):
+    """No event of that job stands in the ledger."""
+
+    def __init__(self, job: str, known: list[str]) -> None:
+        listed = ", ".join(sorted(known)[:8]) or "none"
+        super().__init__(f"no job {job!r} in this ledger; jobs here: {listed}")
+
+
+class UnknownPosition(LedgerError):
+    """No event stands at that position."""
+
+    def __init__(self, position: int, size: int) -> None:
+        last = f"0 to {size - 1}" if size else "none (the ledger is empty)"
+        super().__init__(f"no event at position {position}; positions here: {last}")
+
+
+class UnknownOperation(LedgerError):
+    """No event carries that operation id."""
+
+    def __init__(self, operation: str) -> None:
+        super().__init__(
+            f"no operation {operation!r} in this ledger; "
+            '`shiftbook sql "select operation from reallocations"` lists them'
+        )
+
+
+class EvidenceError(LedgerError):
+    """An evidence segment is missing, torn or altered."""
+
+
+class GateError(ShiftbookError):
+    """The gate refused a command."""
+
+
+class Rejected(GateError):
+    """A rule refused a proposal; the rejection stands in the ledger."""
+
+    def __init__(self, operation: str, rule: str, reason: str) -> None:
+        self.operation, self.rule, self.reason = operation, rule, reason
+        super().__init__(f"{operation} rejected by rule {rule}: {reason}")
+
+
+class IllegalStep(GateError):
+    """The event may not follow what stands in the ledger."""
+
+    def __init__(self, rule: str, expected: str, found: str) -> None:
+        self.rule, self.expected, self.found = rule, expected, found
+        super().__init__(f"{rule}: expected {expected}, found {found}")
+
+
+class StaleGrant(GateError):
+    """The grant is missing, forged, foreign, expired, or a newer epoch has replaced it."""
+
+
+class StepTimeout(GateError):
+    """The step came after its time limit; the operation must be rolled back or finished by recover."""
+
+
+class Poisoned(GateError):
+    """Neither finishing nor restoring was possible; the devices are in quarantine."""
+
+
+class RolledBack(GateError):
+    """The operation was undone; the topology before it is in force again."""
+
+
+class MissingExtra(ShiftbookError):
+    """An optional dependency is not installed."""
+
+    def __init__(self, extra: str, module: str) -> None:
+        super().__init__(
+            f"this needs {module}, which is not installed; "
+            f"install it with: pip install 'shiftbook[{extra}]'"
+        )
+
+
+class InvalidQuery(ShiftbookError):
+    """The SQL that was given cannot be run."""
+
+
+class InvalidInput(ShiftbookError):
+    """A value that was given cannot be used."""

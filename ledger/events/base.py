@@ -1,0 +1,84 @@
+"""The base of every event body, the kinds of field, and the registry of types."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from shiftbook.ledger.errors import InvalidEvent
+
+Hex128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+"""A 128-bit value, such as a fingerprint, as 32 hex digits."""
+
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+"""A SHA-256 as 64 hex digits."""
+
+HexBytes = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{2})*$")]
+"""Bytes of any length, such as the state of a generator, as hex digits."""
+
+Count = Annotated[int, Field(ge=0, le=2**64 - 1)]
+"""A whole number from 0 to 2**64 - 1."""
+
+REGISTRY: dict[str, type[Event]] = {}
+
+
+class Event(BaseModel):
+    """Body of an event. Subclasses register themselves under their class name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    schema_: ClassVar[int] = 1
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        if cls.__name__ in REGISTRY:
+            raise TypeError(f"two event types named {cls.__name__}")
+        REGISTRY[cls.__name__] = cls
+
+    @classmethod
+    def type_(cls) -> str:
+        """Name of the type as it stands in the envelope."""
+        return cls.__name__
+
+    def plain(self) -> dict[str, Any]:
+        """Body as plain values; absent optional fields are left out."""
+        return self.model_dump(exclude_none=True)
+
+
+class UnknownEvent(Event):
+    """An event of a type or schema that this build does not know: kept and shown as it stands."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    def plain(self) -> dict[str, Any]:
+        """Body as it stands."""
+        return dict(self.model_extra or {})
+
+
+class Part(BaseModel):
+    """A structured value inside a body."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Segment(Part):
+    """A content-addressed Parquet file beside the ledger, bound by its hash."""
+
+    sha256: Sha256
+    rows: Count
+    columns: tuple[str, ...]
+    bytes: Count
+
+
+def parse(type_: str, schema: int, body: dict[str, Any]) -> Event:
+    """Lift a stored body to its model; unknown types and newer schemas become UnknownEvent."""
+    model = REGISTRY.get(type_)
+    if model is None or schema > model.schema_ or model is UnknownEvent:
+        return UnknownEvent.model_validate(body)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise InvalidEvent(f"{type_}: field {where}: {first['msg']}") from error

@@ -1,0 +1,51 @@
+"""Events of durable state: bundles saved and restored, and state as it was first used."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shiftbook.ledger.events.base import Count, Event, Hex128, Sha256
+
+
+class CheckpointSaved(Event):
+    """A bundle is complete and durable."""
+
+    attempt: str
+    bundle: Sha256
+    parent: Sha256 | None = None
+    path: str
+    iteration: Count
+    """Iterations completed when it was taken."""
+    policy_version: Count
+    parts: dict[str, Hex128]
+    """Root fingerprint of each part, taken from the live state at the call."""
+    cursor: Count
+    """Draw ordinal of the next sample."""
+    bytes: Count
+    save_s: float
+
+
+class CheckpointRestored(Event):
+    """A bundle was loaded; fingerprints taken from the live objects afterwards."""
+
+    attempt: str
+    bundle: Sha256
+    kind: Literal["resume", "warm-start", "transfer"]
+    iteration: Count
+    policy_version: Count
+    parts: dict[str, Hex128]
+    cursor: Count
+    restore_s: float
+
+
+class StateFirstUsed(Event):
+    """Fingerprints of state as its consumer read it, at the first use after a load."""
+
+    attempt: str
+    component: str
+    replica: str
+    incarnation: str
+    after: Literal["restore", "sync", "move", "start"]
+    use: str
+    policy_version: Count
+    parts: dict[str, Hex128]

@@ -1,0 +1,60 @@
+"""Events of a weight sync: one policy version delivered to engines."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shiftbook.ledger.events.base import Count, Event, Hex128, Part
+
+
+class WeightSyncStarted(Event):
+    """A policy version is about to be delivered under the attempt's standing grant."""
+
+    attempt: str
+    version: Count
+    base_version: Count | None = None
+    source: dict[str, Hex128]
+    source_root: Hex128
+    """Root over the source's fingerprints."""
+    encoding: str
+    targets: tuple[str, ...]
+    epoch: Count
+
+
+class WeightSyncDelivered(Event):
+    """One engine holds the version; fingerprints as it first read them."""
+
+    target: str
+    incarnation: str
+    version: Count
+    root: Hex128
+    fingerprint_of: Literal["resident", "handed_over"]
+    differing: tuple[str, ...] = ()
+    """Names of tensors whose fingerprint differs from the source's; empty when all are equal."""
+    moved_bytes: Count
+    full_bytes: Count
+    sync_s: float
+
+
+class TargetOutcome(Part):
+    """How the sync ended for one engine."""
+
+    target: str
+    outcome: Literal["serving", "failed", "lost"]
+    reason: str | None = None
+
+
+class WeightSyncCommitted(Event):
+    """The sync ended; an engine without the version does not serve."""
+
+    version: Count
+    outcomes: tuple[TargetOutcome, ...]
+    stall_s: float
+    caches_flushed: tuple[str, ...]
+
+
+class WeightSyncFailed(Event):
+    """No engine took the version."""
+
+    version: Count
+    reason: str

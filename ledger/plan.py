@@ -1,0 +1,139 @@
+"""What a training program declares before it runs: the verifier's contract, as a model and a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from shiftbook.ledger.errors import InvalidInput
+
+Mode = Literal["observe", "advise", "act"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DataPlan(_Part):
+    """Where samples come from and in which order."""
+
+    dataset_digest: str
+    tokenizer_digest: str
+    dataset_size: int = Field(ge=1)
+    sampler_rule: str
+    seed: int
+    epochs: int = Field(default=1, ge=1)
+    rng_keys: tuple[str, ...] = ("job_seed", "uid", "turn", "position")
+
+
+class SamplingPlan(_Part):
+    """How a token is drawn from the policy's distribution."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    log_probs: Literal["processed", "raw"] = "raw"
+    engine: str = "torch"
+    engine_dtype: str = "float32"
+    batch_composition: Literal["bitwise", "distribution"] = "bitwise"
+    staleness_bound: int = Field(default=0, ge=0, description="updates")
+    partial_rollouts: bool = False
+    cache_policy: Literal["flush", "keep"] = "flush"
+
+
+class UpdatePlan(_Part):
+    """What one update consumes and how it is computed."""
+
+    prompts_per_update: int = Field(ge=1)
+    group_size: int = Field(ge=1)
+    virtual_ranks: int = Field(ge=1)
+    optimizer: str = "adam"
+    learning_rate: float = Field(gt=0)
+    learning_rate_schedule: str = "constant"
+    clip_norm: float | None = None
+    loss_terms: dict[str, float] = Field(default_factory=dict)
+    divisor: Literal["tokens", "samples"] = "tokens"
+    epochs_per_batch: int = Field(default=1, ge=1)
+    reference_refresh: int | None = Field(default=None, description="updates between refreshes")
+
+    @model_validator(mode="after")
+    def _virtual_ranks_are_a_power_of_two(self) -> UpdatePlan:
+        if self.virtual_ranks & (self.virtual_ranks - 1):
+            raise ValueError(f"virtual_ranks must be a power of two, found {self.virtual_ranks}")
+        return self
+
+
+class MovePlan(_Part):
+    """Which moves a job allows and what they must promise."""
+
+    mode: Mode = "act"
+    cooldown_s: float = Field(default=0.0, ge=0)
+    margin_s: float = Field(default=0.0, description="gain must exceed cost by at least this")
+    max_losing_moves: int = Field(default=8, ge=1)
+    step_limit_s: float = Field(default=20.0, gt=0, description="time limit of one gate step")
+    allow: tuple[str, ...] = ("pause", "reshard", "reboot")
+    rules_may_thaw: tuple[str, ...] = ()
+
+
+class TrainingView(_Part):
+    """What the training sees of where it runs: the boundary of correctness of a move."""
+
+    virtual_ranks: int
+    prompts_per_update: int
+    group_size: int
+    sampler_rule: str
+    rng_keys: tuple[str, ...]
+    engine: str
+    engine_dtype: str
+    batch_composition: str
+
+    def differences(self, other: TrainingView) -> dict[str, tuple[object, object]]:
+        """Fields in which another view differs: ``{field: (here, there)}``."""
+        mine, theirs = self.model_dump(), other.model_dump()
+        return {k: (mine[k], theirs[k]) for k in mine if mine[k] != theirs[k]}
+
+
+class Plan(_Part):
+    """The contract between a training program and its verifier."""
+
+    schema_version: int = 1
+    seed: int
+    iterations: int = Field(ge=0)
+    data: DataPlan
+    sampling: SamplingPlan
+    update: UpdatePlan
+    moves: MovePlan = MovePlan()
+    required_invariants: tuple[str, ...] = ()
+    tolerances: dict[str, float] = Field(default_factory=dict)
+    drop_rules: tuple[str, ...] = ()
+
+    def view(self) -> TrainingView:
+        """The part of the plan that a move must not change."""
+        return TrainingView(
+            virtual_ranks=self.update.virtual_ranks,
+            prompts_per_update=self.update.prompts_per_update,
+            group_size=self.update.group_size,
+            sampler_rule=self.data.sampler_rule,
+            rng_keys=self.data.rng_keys,
+            engine=self.sampling.engine,
+            engine_dtype=self.sampling.engine_dtype,
+            batch_composition=self.sampling.batch_composition,
+        )
+
+    def save(self, path: Path) -> None:
+        """Write the plan as an indented JSON file."""
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> Plan:
+        """Read a plan file; raise InvalidInput naming the first field that is wrong."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except OSError as error:
+            raise InvalidInput(f"expected a plan file at {path}, found none ({error})") from error
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the file"
+            raise InvalidInput(
+                f"{path} is no valid plan: {where}: {first['msg']}; correct that field"
+            ) from error

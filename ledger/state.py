@@ -1,0 +1,471 @@
+"""The fold: events to the state of every job and of the ledger, the same for gate, CLI and judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.events import job as job_events
+from shiftbook.ledger.events import lease, life, observation, reallocation, safety, sync, training
+from shiftbook.ledger.events import state as state_events
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.plan import Plan
+from shiftbook.ledger.topology import Topology
+
+OperationStatus = Literal[
+    "proposed",
+    "rejected",
+    "abandoned",
+    "granted",
+    "quiesced",
+    "transferred",
+    "verified",
+    "committed",
+    "rolled_back",
+    "poisoned",
+]
+CLOSED = frozenset({"rejected", "abandoned", "committed", "rolled_back", "poisoned"})
+RUNNING = frozenset({"granted", "quiesced", "transferred", "verified"})
+
+
+@dataclass
+class OperationState:
+    """One reallocation, as far as it has come."""
+
+    operation: str
+    job: str
+    attempt: str
+    status: OperationStatus
+    strategy: str
+    before: Topology
+    after: Topology
+    proposed_position: int
+    proposed_ns: int
+    predicted_gain_s: float
+    predicted_cost_s: float
+    restoring: bool = False
+    epoch: int = -1
+    devices: tuple[str, ...] = ()
+    step_limit_s: float = 0.0
+    last_position: int = -1
+    last_ns: int = 0
+    adjusted_gain_s: float | None = None
+
+    @property
+    def open(self) -> bool:
+        """True until the operation is closed one way or another."""
+        return self.status not in CLOSED
+
+
+@dataclass
+class SyncState:
+    """One weight sync, as far as it has come."""
+
+    operation: str
+    version: int
+    source_root: str
+    targets: tuple[str, ...]
+    status: Literal["started", "committed", "failed"] = "started"
+    delivered: dict[str, str] = field(default_factory=dict)
+    """Target to the root it read."""
+    started_position: int = -1
+
+
+@dataclass
+class ReplicaState:
+    """A replica's present process."""
+
+    component: str
+    replica: str
+    incarnation: str
+    devices: tuple[str, ...]
+    pid: int
+    node: str
+    version: int | None = None
+    """Policy version it holds, as verified at first use; None before the first sync."""
+
+
+@dataclass
+class LeaseState:
+    """Who owns a device."""
+
+    job: str
+    holder: str
+    epoch: int
+
+
+@dataclass
+class AttemptState:
+    """One process life of a job."""
+
+    attempt: str
+    parent: str | None
+    epoch: int
+    iteration: int
+    position: int
+
+
+@dataclass
+class JobState:
+    """A job as the ledger knows it."""
+
+    name: str
+    version: int = -1
+    status: Literal["unopened", "open", "closed"] = "unopened"
+    opened: job_events.JobOpened | None = None
+    plan: Plan | None = None
+    topology: Topology = field(default_factory=Topology)
+    attempts: dict[str, AttemptState] = field(default_factory=dict)
+    attempt: str | None = None
+    operations: dict[str, OperationState] = field(default_factory=dict)
+    open_operation: str | None = None
+    """The one reallocation that is granted and not closed."""
+    syncs: dict[str, SyncState] = field(default_factory=dict)
+    open_sync: str | None = None
+    replicas: dict[str, ReplicaState] = field(default_factory=dict)
+    safe_mode: str | None = None
+    """Why the job is in safe mode; None when it is not."""
+    iteration: int = 0
+    """Iterations completed in the effective lineage."""
+    policy_version: int = 0
+    policy_fingerprint: str | None = None
+    last_bundle: state_events.CheckpointSaved | None = None
+    last_move_ns: int | None = None
+    last_event_ns: int = 0
+    losing_moves: int = 0
+    """Committed moves in a row whose adjusted gain was negative."""
+    pending_amendments: set[str] = field(default_factory=set)
+
+    def current_attempt(self) -> AttemptState | None:
+        """The attempt that runs or ran last."""
+        return self.attempts.get(self.attempt) if self.attempt else None
+
+    def operation_running(self) -> OperationState | None:
+        """The granted and unclosed reallocation, if there is one."""
+        return self.operations.get(self.open_operation) if self.open_operation else None
+
+
+@dataclass
+class LedgerState:
+    """All jobs, all leases, up to and with ``position``."""
+
+    position: int = -1
+    jobs: dict[str, JobState] = field(default_factory=dict)
+    leases: dict[str, LeaseState] = field(default_factory=dict)
+    quarantine: dict[str, str] = field(default_factory=dict)
+    """Device to the operation that poisoned it."""
+
+    @property
+    def size(self) -> int:
+        """Number of events folded, and the position of the next one."""
+        return self.position + 1
+
+    def job(self, name: str) -> JobState:
+        """State of a job; an unopened one where no event names it."""
+        return self.jobs.get(name) or JobState(name)
+
+    def apply(self, stored: StoredEvent) -> None:
+        """Take in the next event. Events of unknown type change nothing but the counts."""
+        job = self.jobs.get(stored.job)
+        if job is None:
+            job = self.jobs[stored.job] = JobState(stored.job)
+        handler = _HANDLERS.get(stored.type)
+        if handler is not None:
+            event = stored.parsed()
+            if type(event).__name__ == stored.type:
+                handler(self, job, stored, event)
+        self.position = stored.position
+        job.version = stored.version
+        job.last_event_ns = stored.recorded_ns
+
+
+def fold(events: Iterable[StoredEvent], state: LedgerState | None = None) -> LedgerState:
+    """Fold events, in order, onto a state (a new one where none is given)."""
+    state = state or LedgerState()
+    for stored in events:
+        state.apply(stored)
+    return state
+
+
+Handler = Callable[[LedgerState, JobState, StoredEvent, Event], None]
+_HANDLERS: dict[str, Handler] = {}
+
+
+def _on(model: type[Event]) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        _HANDLERS[model.__name__] = handler
+        return handler
+
+    return register
+
+
+# Each handler narrows the event to its model by the assert; the registry guarantees it.
+
+
+@_on(job_events.JobOpened)
+def _job_opened(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, job_events.JobOpened)
+    job.status = "open"
+    job.opened = event
+    job.plan = event.plan
+    job.topology = event.topology
+
+
+@_on(job_events.AttemptStarted)
+def _attempt_started(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, job_events.AttemptStarted)
+    job.attempt = event.attempt
+    job.attempts[event.attempt] = AttemptState(
+        event.attempt, event.parent, event.epoch, event.iteration, stored.position
+    )
+    job.topology = event.topology
+    job.iteration = event.iteration
+    job.policy_version = event.policy_version
+    job.policy_fingerprint = event.policy_fingerprint
+    # The processes of the attempt before are not counted on; those that live report again.
+    job.replicas.clear()
+    job.open_sync = None
+
+
+@_on(job_events.PlanAmended)
+def _plan_amended(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, job_events.PlanAmended)
+    if job.plan is None:
+        return
+    value = job.plan.model_dump()
+    *parents, last = event.field.split(".")
+    target = value
+    for name in parents:
+        child = target.get(name)
+        if not isinstance(child, dict):
+            return
+        target = child
+    if last in target:
+        target[last] = event.after
+        job.plan = Plan.model_validate(value)
+
+
+@_on(job_events.JobClosed)
+def _job_closed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    job.status = "closed"
+    job.replicas.clear()
+
+
+@_on(life.ReplicaStarted)
+def _replica_started(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, life.ReplicaStarted)
+    job.replicas[event.replica] = ReplicaState(
+        event.component, event.replica, event.incarnation, event.devices, event.pid, event.node
+    )
+
+
+@_on(life.ReplicaLost)
+def _replica_lost(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, life.ReplicaLost)
+    known = job.replicas.get(event.replica)
+    if known is not None and known.incarnation == event.incarnation:
+        del job.replicas[event.replica]
+
+
+@_on(lease.LeaseGranted)
+def _lease_granted(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, lease.LeaseGranted)
+    for device in event.devices:
+        state.leases[device] = LeaseState(stored.job, event.holder, stored.position)
+
+
+def _free(state: LedgerState, job: str, devices: tuple[str, ...]) -> None:
+    for device in devices:
+        held = state.leases.get(device)
+        if held is not None and held.job == job:
+            del state.leases[device]
+
+
+@_on(lease.LeaseReleased)
+def _lease_released(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, lease.LeaseReleased)
+    _free(state, stored.job, event.devices)
+
+
+@_on(lease.LeaseExpired)
+def _lease_expired(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, lease.LeaseExpired)
+    _free(state, stored.job, event.devices)
+
+
+@_on(reallocation.ReallocationProposed)
+def _proposed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.ReallocationProposed)
+    if stored.operation is None:
+        return
+    job.operations[stored.operation] = OperationState(
+        operation=stored.operation,
+        job=stored.job,
+        attempt=event.attempt,
+        status="proposed",
+        strategy=event.strategy,
+        before=event.before,
+        after=event.after,
+        proposed_position=stored.position,
+        proposed_ns=stored.recorded_ns,
+        predicted_gain_s=event.predicted_gain_s,
+        predicted_cost_s=event.predicted_cost_s,
+        restoring=event.restoring,
+        last_position=stored.position,
+        last_ns=stored.recorded_ns,
+    )
+
+
+def _advance(job: JobState, stored: StoredEvent, status: OperationStatus) -> OperationState | None:
+    operation = job.operations.get(stored.operation or "")
+    if operation is None:
+        return None
+    operation.status = status
+    operation.last_position = stored.position
+    operation.last_ns = stored.recorded_ns
+    if status in CLOSED and job.open_operation == operation.operation:
+        job.open_operation = None
+    return operation
+
+
+def _step(model: type[Event], status: OperationStatus) -> None:
+    @_on(model)
+    def _apply(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+        _advance(job, stored, status)
+
+
+_step(reallocation.ReallocationRejected, "rejected")
+_step(reallocation.ReallocationAbandoned, "abandoned")
+_step(reallocation.ReallocationQuiesced, "quiesced")
+_step(reallocation.ReallocationTransferred, "transferred")
+_step(reallocation.ReallocationVerified, "verified")
+
+
+@_on(reallocation.ReallocationGranted)
+def _granted(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.ReallocationGranted)
+    operation = _advance(job, stored, "granted")
+    if operation is not None:
+        operation.epoch = stored.position
+        operation.devices = event.devices
+        operation.step_limit_s = event.step_limit_s
+        job.open_operation = operation.operation
+
+
+@_on(reallocation.OperationTakenOver)
+def _taken_over(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    operation = job.operations.get(stored.operation or "")
+    if operation is not None:
+        operation.epoch = stored.position
+        operation.last_position = stored.position
+        operation.last_ns = stored.recorded_ns
+
+
+@_on(reallocation.ReallocationCommitted)
+def _committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.ReallocationCommitted)
+    if _advance(job, stored, "committed") is not None:
+        job.topology = event.after
+        job.last_move_ns = stored.recorded_ns
+
+
+@_on(reallocation.ReallocationRolledBack)
+def _rolled_back(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.ReallocationRolledBack)
+    if _advance(job, stored, "rolled_back") is not None:
+        job.topology = event.restored
+        job.last_move_ns = stored.recorded_ns
+
+
+@_on(reallocation.ReallocationPoisoned)
+def _poisoned(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.ReallocationPoisoned)
+    _advance(job, stored, "poisoned")
+    for device in event.devices:
+        state.quarantine[device] = stored.operation or ""
+
+
+@_on(reallocation.GainRealized)
+def _gain(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.GainRealized)
+    operation = job.operations.get(stored.operation or "")
+    if operation is not None:
+        operation.adjusted_gain_s = event.adjusted_gain_s
+    job.losing_moves = job.losing_moves + 1 if event.adjusted_gain_s < 0 else 0
+
+
+@_on(sync.WeightSyncStarted)
+def _sync_started(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, sync.WeightSyncStarted)
+    if stored.operation is None:
+        return
+    job.syncs[stored.operation] = SyncState(
+        stored.operation,
+        event.version,
+        event.source_root,
+        event.targets,
+        started_position=stored.position,
+    )
+    job.open_sync = stored.operation
+
+
+@_on(sync.WeightSyncDelivered)
+def _sync_delivered(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, sync.WeightSyncDelivered)
+    current = job.syncs.get(stored.operation or "")
+    if current is not None:
+        current.delivered[event.target] = event.root
+    replica = job.replicas.get(event.target)
+    if replica is not None and replica.incarnation == event.incarnation and not event.differing:
+        replica.version = event.version
+
+
+def _close_sync(job: JobState, stored: StoredEvent, status: Literal["committed", "failed"]) -> None:
+    current = job.syncs.get(stored.operation or "")
+    if current is not None:
+        current.status = status
+    if job.open_sync == stored.operation:
+        job.open_sync = None
+
+
+@_on(sync.WeightSyncCommitted)
+def _sync_committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    _close_sync(job, stored, "committed")
+
+
+@_on(sync.WeightSyncFailed)
+def _sync_failed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    _close_sync(job, stored, "failed")
+
+
+@_on(state_events.CheckpointSaved)
+def _saved(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, state_events.CheckpointSaved)
+    job.last_bundle = event
+
+
+@_on(training.UpdateApplied)
+def _updated(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, training.UpdateApplied)
+    job.policy_version = event.policy_version
+    job.policy_fingerprint = event.params_after
+
+
+@_on(observation.IterationCompleted)
+def _iterated(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, observation.IterationCompleted)
+    job.iteration = event.iteration + 1
+
+
+@_on(safety.SafeModeEntered)
+def _safe_mode(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, safety.SafeModeEntered)
+    job.safe_mode = event.reason
+
+
+@_on(safety.SafeModeLeft)
+def _thawed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    job.safe_mode = None
+    job.losing_moves = 0

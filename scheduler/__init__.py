@@ -1,0 +1,1 @@
+"""The hands: worker groups on Ray, telemetry, throughput model, planner and controller."""

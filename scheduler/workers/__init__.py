@@ -1,0 +1,1 @@
+"""The strategies by which a component is moved: pause, reshard, reboot."""

@@ -1,0 +1,1 @@
+"""The judge: invariants over a ledger, without Ray and without the job."""

@@ -1,0 +1,1 @@
+"""One small module for each invariant or family of them."""
