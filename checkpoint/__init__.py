@@ -1,1 +1,1 @@
-"""The state: fingerprints, bundles, samplers and what a move carries."""
+"""The state: fingerprints, bundles, samplers, live snapshots and virtual ranks."""

@@ -117,7 +117,7 @@ def train(
         loss.backward()
         torch.nn.utils.clip_grad_norm_(list(masters.values()), 1.0)
         adam.step()
-        report(step, float(loss))
+        report(step, loss.detach().item())
     return {name: tensor.detach().to(torch.bfloat16) for name, tensor in masters.items()}
 
 

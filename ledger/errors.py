@@ -79,7 +79,7 @@ class VersionConflict(LedgerError):
 
 
 class InvalidEvent(LedgerError):
-    """An event that cannot be written as it is (too large, unknown type, integer beyond 64 bits)."""
+    """An event that cannot be written as it is (too large, unknown, an integer too wide)."""
 
 
 class UnknownJob(LedgerError):
@@ -137,7 +137,7 @@ class StaleGrant(GateError):
 
 
 class StepTimeout(GateError):
-    """The step came after its time limit; the operation must be rolled back or finished by recover."""
+    """The step came after its time limit; roll the operation back, or let recover finish it."""
 
 
 class Poisoned(GateError):

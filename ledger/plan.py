@@ -1,4 +1,4 @@
-"""What a training program declares before it runs: the verifier's contract, as a model and a file."""
+"""What a training program declares before it runs: the contract that the verifier holds it to."""
 
 from __future__ import annotations
 

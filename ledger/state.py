@@ -1,4 +1,4 @@
-"""The fold: events to the state of every job and of the ledger, the same for gate, CLI and judge."""
+"""The fold: events to the state of every job and of the ledger, one for gate, CLI and judge."""
 
 from __future__ import annotations
 
