@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from shiftbook.checkpoint.errors import FingerprintError, UnsupportedTensor
 from shiftbook.checkpoint.positions import ITEM_BYTES
 
@@ -80,7 +79,7 @@ def _numpy_bits(array: NDArray[Any]) -> tuple[NDArray[Any], str]:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Where a shard's elements stand: a box at `corner` of a tensor of shape `grid`, plus `base`."""
+    """Where a shard stands: a box at `corner` of shape `grid`, `base` elements further on."""
 
     corner: tuple[int, ...]
     grid: tuple[int, ...]
@@ -101,7 +100,7 @@ class Runs:
             return cls((0,) * len(shape), shape, start)
         corner = tuple(int(n) for n in offset)
         fits = len(corner) == len(shape) == len(whole) and all(
-            0 <= c and c + n <= g for c, n, g in zip(corner, shape, whole, strict=True)
+            c >= 0 and c + n <= g for c, n, g in zip(corner, shape, whole, strict=True)
         )
         if not fits:
             raise FingerprintError(
@@ -121,7 +120,9 @@ class Runs:
         """Elements in each contiguous run of a box of shape `local`."""
         return math.prod(local[self._outer_axes(local) :])
 
-    def starts(self, local: Sequence[int], within: Sequence[int] | None = None) -> NDArray[np.uint64]:
+    def starts(
+        self, local: Sequence[int], within: Sequence[int] | None = None
+    ) -> NDArray[np.uint64]:
         """Flat index of each run's first element, for the box at `within` the shard's corner."""
         outer = self._outer_axes(local)
         shift = tuple(within) if within is not None else (0,) * len(local)
@@ -155,5 +156,5 @@ def _split(
     step = max(1, _COPY_BYTES // row_bytes)
     for first in range(0, array.shape[axis], step):
         part = array[(slice(None),) * axis + (slice(first, first + step),)]
-        moved = within[:axis] + (within[axis] + first,) + within[axis + 1 :]
+        moved = (*within[:axis], within[axis] + first, *within[axis + 1 :])
         yield from _split(part, runs, moved, axis + (1 if step == 1 else 0))

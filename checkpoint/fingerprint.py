@@ -1,40 +1,44 @@
 """Fingerprints of logical tensors: 128 bits that no sharding, layout, stride or device changes.
 
-**What is computed.** The elements of a logical tensor, in C order, are read as one stream of 32-bit
-words x_0, x_1, ... (little-endian bits; elements of 1 and 2 bytes share a word, those of 8 count as
-two words, of 16 as four). With z_w the SplitMix64 hash of the word index w under a fixed key, and
-a_w, b_w the lower and upper 32 bits of z_w,
+**What is computed.** The elements of a logical tensor, in C order, are read as one stream of
+32-bit words x_0, x_1, ... (little-endian bits; elements of 1 and 2 bytes share a word, those of 8
+count as two words, of 16 as four). With z_w the SplitMix64 hash of the word index w under a fixed
+key, and a_w, b_w the lower and upper 32 bits of z_w,
 
     S_0 = sum over w of a_w * x_w  mod 2^64,      S_1 = sum over w of b_w * x_w  mod 2^64.
 
-The value is (S_0, S_1) plus two 64-bit numbers derived by SHA-256 from dtype and shape. Both sums are
-linear in the bits, hence: shards add up, in any order; a changed element changes S by a * (new - old)
-without a look at the rest; and nothing but the position in the logical tensor enters.
+The value is (S_0, S_1) plus two 64-bit numbers derived by SHA-256 from dtype and shape. Both sums
+are linear in the bits, hence: shards add up, in any order; a changed element changes S by a *
+(new - old) without a look at the rest; and nothing but the position in the logical tensor enters.
 
-**The bound.** Take two fixed contents of one dtype and shape that differ, d_w = x'_w - x_w, and model
-the hash as a random function: all a_w, b_w independent and uniform in [0, 2^32). Choose one w with
-d_w != 0; 0 < |d_w| < 2^32. Whatever the other terms sum to, S_0 agrees only if a_w * d_w = c mod 2^64
-for one fixed c. Two multipliers a != a' that both do so would give (a - a') * d_w = 0 mod 2^64; but
-0 < |a - a'| < 2^32 and 0 < |d_w| < 2^32, so the product is an integer with 0 < |product| < 2^64: a
-contradiction. At most one of the 2^32 multipliers fits, so S_0 agrees with probability <= 2^-32, and,
-b_w being independent of it, both sums agree with probability <= 2^-64, which is below 2^-60.
+**The bound.** Take two fixed contents of one dtype and shape that differ, d_w = x'_w - x_w, and
+model the hash as a random function: all a_w, b_w independent and uniform in [0, 2^32). Choose one
+w with d_w != 0; 0 < |d_w| < 2^32. Whatever the other terms sum to, S_0 agrees only if a_w * d_w =
+c mod 2^64 for one fixed c. Two multipliers a != a' that both do so would give (a - a') * d_w = 0
+mod 2^64; but 0 < |a - a'| < 2^32 and 0 < |d_w| < 2^32, so the product is an integer with 0 <
+|product| < 2^64: a contradiction. At most one of the 2^32 multipliers fits, so S_0 agrees with
+probability <= 2^-32, and, b_w being independent of it, both sums agree with probability <= 2^-64,
+which is below 2^-60.
 
-Because the multiplier has 32 bits and the product is exact in 64, no low bits are lost: a change that
-is a multiple of a high power of two (a flipped sign is 2^31 or 2^15) is bound like any other. With
-64-bit multipliers the same sum would lose v_2(d) bits. Two facts hold without any model, because
-SplitMix64 is a bijection of 64-bit numbers: exchanging two words (a_i = a_j and b_i = b_j is
-impossible for i != j) always shows, and so does a change of a single word, but for the one index in
-2^64 whose hash is zero. Different dtype or shape: values agree only if the difference of the sums hits
-the difference of two SHA-256 prefixes, 2^-128 for contents that were not made from it.
+Because the multiplier has 32 bits and the product is exact in 64, no low bits are lost: a change
+that is a multiple of a high power of two (a flipped sign is 2^31 or 2^15) is bound like any
+other. With 64-bit multipliers the same sum would lose v_2(d) bits. Two facts hold without any
+model, because SplitMix64 is a bijection of 64-bit numbers: exchanging two words (a_i = a_j and
+b_i = b_j is impossible for i != j) always shows, and so does a change of a single word, but for
+the one index in 2^64 whose hash is zero. Different dtype or shape: values agree only if the
+difference of the sums hits the difference of two SHA-256 prefixes, 2^-128 for contents that were
+not made from it.
 
-**Zeros.** A word of zero bits adds nothing, so a shard of zeros that was read twice or left out does
-not show in the sums. Partial fingerprints therefore carry a third number: each contiguous run
-[start, end) adds g(end) - g(start) mod 2^64 with g a keyed hash. Runs that tile the tensor telescope
-to g(size) - g(0); any other cover misses that with probability 1 - 2^-64, and `hex` refuses it. It is
-not part of the value.
+**Zeros.** A word of zero bits adds nothing, so a shard of zeros that was read twice or left out
+does not show in the sums. Partial fingerprints therefore carry a third number: each contiguous
+run [start, end) adds g(end) - g(start) mod 2^64 with g a keyed hash. Runs that tile the tensor
+telescope to g(size) - g(0). Any other cover leaves some g(i) with a nonzero whole coefficient,
+since how often element i is read is the running sum of those coefficients; it passes with a
+probability of at most 2^(k-64), 2^k being the largest power of two that divides them all (1 for a
+shard that was dropped or read twice). `hex` refuses such a cover; it is not part of the value.
 
-**What it is not.** The key is public and the sums are linear: whoever wants to can make two tensors
-with one fingerprint. SHA-256 of the files at rest is the guard against that.
+**What it is not.** The key is public and the sums are linear: whoever wants to can make two
+tensors with one fingerprint. SHA-256 of the files at rest is the guard against that.
 """
 
 from __future__ import annotations
@@ -48,7 +52,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from shiftbook.checkpoint.compare import check_hex, root
 from shiftbook.checkpoint.elements import Runs, contiguous_blocks, element_view
 from shiftbook.checkpoint.errors import FingerprintError, IncompleteFingerprint
@@ -57,6 +60,7 @@ from shiftbook.checkpoint.positions import COVER_KEY, ITEM_BYTES, KEY, MASK_64, 
 __all__ = ["Fingerprint", "fingerprint", "fingerprint_tensors", "root", "update"]
 
 _BINDING_DOMAIN = b"shiftbook-fingerprint-v1"
+_AT_ZERO = np.zeros(1, dtype=np.uint64)
 _THREADED_BYTES = 1 << 20  # below this a second thread costs more than it saves
 
 
@@ -146,14 +150,24 @@ def fingerprint(
     """
     array, dtype_name = element_view(tensor, dtype)
     whole = tuple(int(n) for n in shape) if shape is not None else tuple(array.shape)
-    runs = Runs.of(array.shape, offset, whole)
-    sum_0 = sum_1 = 0
-    for block, starts in contiguous_blocks(array, runs):
-        part_0, part_1 = _sum_block(block, starts, threads)
-        sum_0 += part_0
-        sum_1 += part_1
-    cover = _cover(runs.starts(array.shape), runs.run_length(array.shape)) if array.size else 0
-    return Fingerprint(dtype_name, whole, (sum_0 & MASK_64, sum_1 & MASK_64), cover)
+    if (
+        isinstance(offset, int)
+        and offset == 0
+        and whole == array.shape
+        and array.flags.c_contiguous
+    ):
+        # The common case, short because bundles and syncs fingerprint many small tensors.
+        sums = _sum_block(array.reshape(1, -1), _AT_ZERO, threads) if array.size else (0, 0)
+        cover = _whole_cover(whole)
+    else:
+        runs = Runs.of(array.shape, offset, whole)
+        sums = (0, 0)
+        for block, starts in contiguous_blocks(array, runs):
+            more = _sum_block(block, starts, threads)
+            sums = (sums[0] + more[0], sums[1] + more[1])
+        local = tuple(array.shape)
+        cover = _cover(runs.starts(local), runs.run_length(local)) if array.size else 0
+    return Fingerprint(dtype_name, whole, (sums[0] & MASK_64, sums[1] & MASK_64), cover)
 
 
 def update(
@@ -205,7 +219,7 @@ def _item_bytes(dtype: str) -> int:
     return ITEM_BYTES[dtype]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65_536)
 def _binding(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """Two 64-bit numbers that stand for dtype and shape."""
     text = f"{dtype}:{','.join(map(str, shape))}".encode()
@@ -213,6 +227,7 @@ def _binding(dtype: str, shape: tuple[int, ...]) -> tuple[int, int]:
     return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
 
 
+@lru_cache(maxsize=65_536)
 def _whole_cover(shape: tuple[int, ...]) -> int:
     size = math.prod(shape)
     return (mix(COVER_KEY, size) - mix(COVER_KEY, 0)) & MASK_64
@@ -223,10 +238,8 @@ def _cover(starts: NDArray[np.uint64], run_length: int) -> int:
     return int((ends - mix_array(COVER_KEY, starts)).sum(dtype=np.uint64))
 
 
-def _sum_block(
-    block: NDArray[Any], starts: NDArray[np.uint64], threads: int
-) -> tuple[int, int]:
-    """Both sums over `block[run, element]`, unsigned integers; `starts` are flat element indices."""
+def _sum_block(block: NDArray[Any], starts: NDArray[np.uint64], threads: int) -> tuple[int, int]:
+    """Both sums over the bits `block[run, element]`; `starts` are the runs' first flat indices."""
     item_bytes = block.dtype.itemsize
     if item_bytes >= 4:
         words_per_item = item_bytes // 4
@@ -236,7 +249,7 @@ def _sum_block(
         head = min(-int(starts[0]) % per_word, block.shape[1])
         body_end = head + (block.shape[1] - head) // per_word * per_word
         body = block[:, head:body_end]
-        if body.size and body.ctypes.data % 4 == 0:
+        if body.size and _address(body) % 4 == 0:
             sums = _sum_words(
                 body.view(np.uint32), (starts + np.uint64(head)) // np.uint64(per_word), threads
             )
@@ -245,10 +258,14 @@ def _sum_block(
                     more = _sum_narrow(edge, starts + np.uint64(first), per_word)
                     sums = (sums[0] + more[0], sums[1] + more[1])
             return sums
-    whole_words = block.shape[1] % per_word == 0 and block.ctypes.data % 4 == 0
+    whole_words = block.shape[1] % per_word == 0 and _address(block) % 4 == 0
     if whole_words and not (starts % np.uint64(per_word)).any():
         return _sum_words(block.view(np.uint32), starts // np.uint64(per_word), threads)
     return _sum_narrow(block, starts, per_word)
+
+
+def _address(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 def _sum_words(
@@ -307,5 +324,4 @@ def _bits_of(bits: NDArray[Any], count: int, item_bytes: int) -> NDArray[np.uint
         )
     block = np.ascontiguousarray(array)
     words = block.view(np.uint32) if item_bytes >= 4 else block
-    return words.astype(np.uint64).reshape(count, -1)
-
+    return words.astype(np.uint64).reshape(count, max(1, item_bytes // 4))

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import wraps
+from typing import Any, cast
 
 import numba
 import numpy as np
-
 from shiftbook.checkpoint.positions import GAMMA, KEY, MIX_1, MIX_2
 
 _U64 = np.uint64
@@ -21,11 +21,20 @@ _KEY, _GAMMA, _MIX_1, _MIX_2 = _U64(KEY), _U64(GAMMA), _U64(MIX_1), _U64(MIX_2)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile without the GIL; keep the machine code on disk where some folder is writable."""
+    """Compile without the interpreter lock; keep the machine code on disk where that works."""
     try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # numba finds no writable place for its cache: compile in each process
-        return numba.njit(nogil=True)(function)
+        fast = numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder for the cache can be written: compile in each process
+        return cast(Callable[..., Any], numba.njit(nogil=True)(function))
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        try:
+            return fast(*arguments)
+        except OSError:  # compiled, but the cache could not be read or written (a full disk)
+            return fast(*arguments)
+
+    return call
 
 
 @_compiled

@@ -1,9 +1,10 @@
 """Make the base policy: supervised training on synthetic transcripts that are often wrong.
 
 ``python -m shiftbook.jobs.make_base_policy --out FILE --seed 0`` writes the safetensors file that
-the package carries as ``jobs/assets/base_policy.safetensors``. Half of the transcripts use the
-calculator for every step, three in ten of those with a wrong first operand; the other half answer
-at once with random digits. So the policy knows the format and has much to gain from reinforcement.
+the package carries as ``jobs/assets/base_policy.safetensors``. Seven in ten transcripts use the
+calculator for every step, four in ten of those with a wrong first operand; the others answer at
+once with random digits. So the policy knows the format and has much to gain from reinforcement.
+Takes about ten minutes on one core.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from shiftbook.jobs.questions import (
     result_tokens,
 )
 
-CALLING_SHARE = 0.5
-WRONG_OPERAND_SHARE = 0.3
+CALLING_SHARE = 0.7
+WRONG_OPERAND_SHARE = 0.4
 DIRECT_ANSWER_BELOW = 400
-STEPS = 1400
+STEPS = 1600
 BATCH = 64
 PEAK_RATE = 2e-3
 WARMUP_STEPS = 60
@@ -114,11 +115,16 @@ def train(
         said = mask[:, 1:]
         loss = (losses * said).sum() / said.sum()
         adam.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(list(masters.values()), 1.0)
         adam.step()
         report(step, loss.detach().item())
     return {name: tensor.detach().to(torch.bfloat16) for name, tensor in masters.items()}
+
+
+def recipe(seed: int, steps: int) -> str:
+    """How the file was made, as it stands in its metadata."""
+    return f"shiftbook.jobs.make_base_policy --seed {seed} --steps {steps}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -136,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
             sys.stderr.write(f"step {step:5d}  loss {loss:.4f}\n")
 
     weights = train(ModelConfig(), options.seed, options.steps, report)
-    save_policy(options.out, weights, {"seed": str(options.seed), "steps": str(options.steps)})
+    save_policy(options.out, weights, recipe(options.seed, options.steps))
     sys.stderr.write(f"wrote {options.out} ({options.out.stat().st_size} bytes)\n")
     return 0
 

@@ -242,7 +242,9 @@ class DecodeKernel:
     def resident(self) -> dict[str, Tensor]:
         """The weights that ``step`` reads, as bfloat16 in logical layout and declared order."""
         return {
-            name: (tensor.t() if name in self._transposed else tensor).to(torch.bfloat16)
+            name: (tensor.t() if name in self._transposed else tensor)
+            .to(torch.bfloat16)
+            .contiguous()
             for name, tensor in self._weights.items()
         }
 

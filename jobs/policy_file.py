@@ -16,14 +16,15 @@ from shiftbook.jobs.model import ModelConfig, check_params, parameter_shapes
 BASE_POLICY = Path(__file__).parent / "assets" / "base_policy.safetensors"
 
 
-def save_policy(path: Path, weights: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
-    """Write ``weights`` to ``path``; ``notes`` become the file's metadata."""
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, dict(notes))
+def save_policy(path: Path, weights: Mapping[str, Tensor], made_by: str) -> None:
+    """Write ``weights`` to ``path``; ``made_by`` is the file's only metadata, so that equal weights
+    give equal bytes."""
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, path, {"made_by": made_by}
+    )
 
 
-def load_policy(
-    path: Path = BASE_POLICY, config: ModelConfig | None = None
-) -> dict[str, Tensor]:
+def load_policy(path: Path = BASE_POLICY, config: ModelConfig | None = None) -> dict[str, Tensor]:
     """The bfloat16 weights in ``path``, in the declared order of ``config`` (default: the job's).
 
     Raises ``ModelError`` when the file is missing, damaged or made for another model.

@@ -22,12 +22,14 @@ from shiftbook.jobs import tokenizer
 from shiftbook.jobs.errors import TaskError
 from shiftbook.jobs.keyed_rng import hash64, uniform_at
 
-MIN_OPERANDS = 3
-MAX_OPERANDS = 6
+# Operands of a question and how often; longer chains weigh more, as tools do in agents' episodes.
+OPERAND_SHARES = {3: 0.15, 4: 0.20, 5: 0.30, 6: 0.35}
+MAX_OPERANDS = max(OPERAND_SHARES)
 MAX_CALLS = 6  # one more than the longest right chain; the seventh call ends the episode
 LARGEST_RESULT = 999
 _QUESTION_STREAM = 0x5155  # keeps questions apart from everything else that a seed keys
-_PLAIN_EXPRESSION = re.compile(r"[0-9+\-*/()]+")
+# Powers (``**``) are no part of the task: what the policy writes is cheap to evaluate, always.
+_CALL_EXPRESSION = re.compile(r"(?!.*\*\*)[0-9+\-*/()]+")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def operands(seed: int, index: int) -> tuple[list[int], list[str]]:
     """The numbers and the operators between them of question ``index`` under ``seed``."""
     key = hash64(seed, _QUESTION_STREAM, index)
     draws = iter(uniform_at(key, position) for position in range(3 * MAX_OPERANDS))
-    count = MIN_OPERANDS + int(next(draws) * (MAX_OPERANDS - MIN_OPERANDS + 1))
+    count = _operand_count(next(draws))
     numbers = [10 + int(next(draws) * 90)]
     signs: list[str] = []
     value = numbers[0]
@@ -67,6 +69,15 @@ def operands(seed: int, index: int) -> tuple[list[int], list[str]]:
         numbers.append(number)
         signs.append(sign)
     return numbers, signs
+
+
+def _operand_count(point: float) -> int:
+    """The operand count that the uniform number ``point`` selects."""
+    for count, share in OPERAND_SHARES.items():
+        if point < share:
+            return count
+        point -= share
+    return MAX_OPERANDS
 
 
 def question(seed: int, index: int) -> Question:
@@ -93,7 +104,7 @@ def parse_turn(tokens: Sequence[int], finish_reason: str) -> TurnEnd:
     text = tokenizer.plain_text(tokens[1:-1])
     if text is None or not text:
         return TurnEnd("malformed")
-    if tokens[0] == tokenizer.CALL and _PLAIN_EXPRESSION.fullmatch(text):
+    if tokens[0] == tokenizer.CALL and _CALL_EXPRESSION.fullmatch(text):
         return TurnEnd("call", text)
     if tokens[0] == tokenizer.ANSWER:
         return TurnEnd("answer", text)

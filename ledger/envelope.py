@@ -76,6 +76,49 @@ ENVELOPE_FIELDS = (
 )
 
 
+def serialise(
+    event: Event,
+    operation: str | None,
+    cause: int | None,
+    occurred_ns: int | None,
+    position: int,
+    job: str,
+    version: int,
+    recorded_ns: int,
+    writer: str,
+    sequence: int,
+    actor: str,
+    key: str | None,
+) -> bytes:
+    """Bytes of an event at its place: what is stored and hashed. Raises InvalidEvent."""
+    value: dict[str, Any] = {
+        "position": position,
+        "job": job,
+        "version": version,
+        "type": event.type_(),
+        "schema": event.schema_,
+        "occurred_ns": recorded_ns if occurred_ns is None else occurred_ns,
+        "recorded_ns": recorded_ns,
+        "writer": writer,
+        "sequence": sequence,
+        "actor": actor,
+        "body": event.plain(),
+    }
+    if operation is not None:
+        value["operation"] = operation
+    if cause is not None:
+        value["cause"] = cause
+    if key is not None:
+        value["key"] = key
+    data = encode(value)
+    if len(data) > MAX_EVENT_BYTES:
+        raise InvalidEvent(
+            f"{event.type_()} is {len(data)} bytes, the limit is {MAX_EVENT_BYTES}; "
+            "put long lists into an evidence segment and keep its hash in the event"
+        )
+    return data
+
+
 def seal(
     draft: Draft,
     *,
@@ -89,41 +132,39 @@ def seal(
     key: str | None,
 ) -> StoredEvent:
     """Give a draft its place and serialise it, once."""
-    event = draft.event
-    body = event.plain()
-    type_ = event.type_()
-    envelope: dict[str, Any] = {
-        "position": position,
-        "job": job,
-        "version": version,
-        "type": type_,
-        "schema": event.schema_,
-        "occurred_ns": recorded_ns if draft.occurred_ns is None else draft.occurred_ns,
-        "recorded_ns": recorded_ns,
-        "writer": draft.writer or writer,
-        "sequence": sequence if draft.sequence is None else draft.sequence,
-        "actor": actor,
-        "operation": draft.operation,
-        "cause": draft.cause,
-        "key": key,
-    }
-    data = encode({**{k: v for k, v in envelope.items() if v is not None}, "body": body})
-    if len(data) > MAX_EVENT_BYTES:
-        raise InvalidEvent(
-            f"{type_} is {len(data)} bytes, the limit is {MAX_EVENT_BYTES}; "
-            "put long lists into an evidence segment and keep its hash in the event"
+    writer = draft.writer or writer
+    sequence = sequence if draft.sequence is None else draft.sequence
+    return unseal(
+        serialise(
+            draft.event,
+            draft.operation,
+            draft.cause,
+            draft.occurred_ns,
+            position,
+            job,
+            version,
+            recorded_ns,
+            writer,
+            sequence,
+            actor,
+            key,
         )
-    return StoredEvent(**envelope, body=body, data=data, leaf=leaf_hash(data))
+    )
 
 
-def unseal(data: bytes) -> StoredEvent:
-    """Read an event back from its stored bytes; raise InvalidEvent where a field is missing."""
+def unseal(data: bytes, leaf: bytes | None = None) -> StoredEvent:
+    """Read an event back from its stored bytes; raise InvalidEvent where a field is missing.
+
+    ``leaf`` is the stored leaf hash, which is kept unchecked; without it the hash is computed.
+    """
     value = decode(data)
     try:
         body = value.pop("body")
         for name in ("operation", "cause", "key"):
             value.setdefault(name, None)
-        return StoredEvent(**value, body=body, data=data, leaf=leaf_hash(data))
+        return StoredEvent(
+            **value, body=body, data=data, leaf=leaf_hash(data) if leaf is None else leaf
+        )
     except (KeyError, TypeError) as error:
         raise InvalidEvent(
             f"expected an envelope with {', '.join(ENVELOPE_FIELDS)} and body, "

@@ -11,12 +11,16 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── VersionConflict             the job is not at the version the caller expected
 │   ├── InvalidEvent                an event that cannot be written as it is
 │   ├── UnknownJob / UnknownPosition / UnknownOperation
-│   └── EvidenceError               a segment is missing, torn or altered
+│   ├── EvidenceError               a segment is missing, torn or altered
+│   └── SpoolError                  the local spool could not be written or read
 ├── GateError
 │   ├── Rejected                    a rule refused the proposal (rule and reason are named)
 │   ├── IllegalStep                 the event may not follow the one before
 │   ├── StaleGrant                  the grant's epoch is not the operation's current one
 │   ├── StepTimeout                 the step came after its time limit
+│   ├── SyncMustWait                a move is past the point where a weight sync may end it
+│   ├── DeviceHeld                  another process holds the lock of a device
+│   ├── RolledBack                  the operation was undone
 │   └── Poisoned                    neither forward nor back was possible
 ├── MissingExtra                    an optional dependency is not installed
 └── InvalidQuery / InvalidInput     what the user typed cannot be done
@@ -24,11 +28,31 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+
+def _revive(
+    kind: type[ShiftbookError], args: tuple[Any, ...], fields: dict[str, Any]
+) -> ShiftbookError:
+    """Make an error again from its message and fields, past the constructor of its class."""
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(fields)
+    return error
+
 
 class ShiftbookError(Exception):
     """Base of all errors: the message says what was expected, what was found and what to do."""
 
     exit_code = 2
+
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[..., ShiftbookError], tuple[Any, ...]]:
+        # Errors cross process borders (the writer actor), and the default pickling would call
+        # the constructors below with the finished message alone.
+        return _revive, (type(self), self.args, self.__dict__)
 
 
 class LedgerError(ShiftbookError):
@@ -112,6 +136,10 @@ class EvidenceError(LedgerError):
     """An evidence segment is missing, torn or altered."""
 
 
+class SpoolError(LedgerError):
+    """The local spool could not take a record, or what it holds cannot be read."""
+
+
 class GateError(ShiftbookError):
     """The gate refused a command."""
 
@@ -138,6 +166,21 @@ class StaleGrant(GateError):
 
 class StepTimeout(GateError):
     """The step came after its time limit; roll the operation back, or let recover finish it."""
+
+
+class SyncMustWait(GateError):
+    """A move has quiesced: finish it or roll it back, then begin the weight sync."""
+
+    def __init__(self, operation: str, status: str) -> None:
+        self.operation, self.status = operation, status
+        super().__init__(
+            f"expected no move past quiesced before a weight sync, found {operation} {status}; "
+            "finish it or roll it back, then begin the sync"
+        )
+
+
+class DeviceHeld(GateError):
+    """Another process holds the lock of a device, so it may still use it."""
 
 
 class Poisoned(GateError):

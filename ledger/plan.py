@@ -69,7 +69,10 @@ class MovePlan(_Part):
     mode: Mode = "act"
     cooldown_s: float = Field(default=0.0, ge=0)
     margin_s: float = Field(default=0.0, description="gain must exceed cost by at least this")
-    max_losing_moves: int = Field(default=8, ge=1)
+    max_losing_moves: int = Field(default=8, ge=1, description="in a row, then safe mode")
+    max_missed_predictions: int = Field(
+        default=16, ge=1, description="gains outside their interval in a row, then safe mode"
+    )
     step_limit_s: float = Field(default=20.0, gt=0, description="time limit of one gate step")
     allow: tuple[str, ...] = ("pause", "reshard", "reboot")
     rules_may_thaw: tuple[str, ...] = ()

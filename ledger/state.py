@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pydantic import ValidationError
 from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events import job as job_events
 from shiftbook.ledger.events import lease, life, observation, reallocation, safety, sync, training
 from shiftbook.ledger.events import state as state_events
@@ -38,20 +40,31 @@ class OperationState:
     job: str
     attempt: str
     status: OperationStatus
-    strategy: str
+    strategy: reallocation.Strategy
     before: Topology
     after: Topology
     proposed_position: int
     proposed_ns: int
     predicted_gain_s: float
     predicted_cost_s: float
+    gain_interval: reallocation.Interval
     restoring: bool = False
     epoch: int = -1
+    """Position of the event that gave the grant now in force."""
+    granted_position: int = -1
     devices: tuple[str, ...] = ()
     step_limit_s: float = 0.0
+    controller: str = ""
+    mover: str | None = None
     last_position: int = -1
     last_ns: int = 0
     adjusted_gain_s: float | None = None
+    gain_position: int = -1
+
+    @property
+    def taken_over(self) -> bool:
+        """True once recovery holds the operation instead of the controller it was granted to."""
+        return self.epoch != self.granted_position
 
     @property
     def open(self) -> bool:
@@ -71,6 +84,7 @@ class SyncState:
     delivered: dict[str, str] = field(default_factory=dict)
     """Target to the root it read."""
     started_position: int = -1
+    ended_position: int = -1
 
 
 @dataclass
@@ -105,6 +119,7 @@ class AttemptState:
     epoch: int
     iteration: int
     position: int
+    topology: Topology
 
 
 @dataclass
@@ -114,6 +129,7 @@ class JobState:
     name: str
     version: int = -1
     status: Literal["unopened", "open", "closed"] = "unopened"
+    closed_position: int = -1
     opened: job_events.JobOpened | None = None
     plan: Plan | None = None
     topology: Topology = field(default_factory=Topology)
@@ -127,20 +143,35 @@ class JobState:
     replicas: dict[str, ReplicaState] = field(default_factory=dict)
     safe_mode: str | None = None
     """Why the job is in safe mode; None when it is not."""
+    frozen: Topology | None = None
+    """The topology that safe mode froze."""
+    previous_topology: Topology | None = None
+    """The topology before the last committed move of this attempt."""
     iteration: int = 0
     """Iterations completed in the effective lineage."""
     policy_version: int = 0
     policy_fingerprint: str | None = None
     last_bundle: state_events.CheckpointSaved | None = None
+    """Newest bundle of the effective lineage."""
+    bundles: dict[str, state_events.CheckpointSaved] = field(default_factory=dict)
+    """Every bundle that any attempt saved, by its digest."""
     last_move_ns: int | None = None
+    last_move_position: int = -1
     last_event_ns: int = 0
     losing_moves: int = 0
     """Committed moves in a row whose adjusted gain was negative."""
+    missed_predictions: int = 0
+    """Committed moves in a row whose adjusted gain lay outside its predicted interval."""
     pending_amendments: set[str] = field(default_factory=set)
 
     def current_attempt(self) -> AttemptState | None:
         """The attempt that runs or ran last."""
         return self.attempts.get(self.attempt) if self.attempt else None
+
+    def quarantined(self, state: LedgerState) -> tuple[str, ...]:
+        """Devices that the job declared and that are in quarantine, sorted."""
+        declared = {device.name for device in self.opened.devices} if self.opened else set()
+        return tuple(sorted(declared & set(state.quarantine)))
 
     def operation_running(self) -> OperationState | None:
         """The granted and unclosed reallocation, if there is one."""
@@ -218,15 +249,23 @@ def _attempt_started(state: LedgerState, job: JobState, stored: StoredEvent, eve
     assert isinstance(event, job_events.AttemptStarted)
     job.attempt = event.attempt
     job.attempts[event.attempt] = AttemptState(
-        event.attempt, event.parent, event.epoch, event.iteration, stored.position
+        event.attempt,
+        event.parent,
+        event.epoch,
+        event.iteration,
+        stored.position,
+        event.topology,
     )
     job.topology = event.topology
+    job.previous_topology = None
     job.iteration = event.iteration
     job.policy_version = event.policy_version
     job.policy_fingerprint = event.policy_fingerprint
     # The processes of the attempt before are not counted on; those that live report again.
     job.replicas.clear()
     job.open_sync = None
+    # A bundle that a branch of the lineage left behind says nothing about this attempt's state.
+    job.last_bundle = job.bundles.get(event.bundle or "")
 
 
 @_on(job_events.PlanAmended)
@@ -234,22 +273,45 @@ def _plan_amended(state: LedgerState, job: JobState, stored: StoredEvent, event:
     assert isinstance(event, job_events.PlanAmended)
     if job.plan is None:
         return
-    value = job.plan.model_dump()
-    *parents, last = event.field.split(".")
-    target = value
+    try:
+        job.plan = amended(job.plan, event.field, event.after)
+    except InvalidInput:
+        return  # an amendment of no field, or to no valid value, changes nothing: a finding
+
+
+def planned(plan: Plan, path: str) -> object:
+    """Value of a field of the plan by its dotted path; InvalidInput where there is none."""
+    value: object = plan.model_dump(mode="json")
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            known = ", ".join(value) if isinstance(value, dict) else "no further fields"
+            raise InvalidInput(f"the plan has no field {path!r}: at {name!r}, found {known}")
+        value = value[name]
+    return value
+
+
+def amended(plan: Plan, path: str, value: object) -> Plan:
+    """A plan with one field changed; InvalidInput where the field or the value is none."""
+    planned(plan, path)
+    fields = plan.model_dump(mode="json")
+    *parents, last = path.split(".")
+    target = fields
     for name in parents:
-        child = target.get(name)
-        if not isinstance(child, dict):
-            return
-        target = child
-    if last in target:
-        target[last] = event.after
-        job.plan = Plan.model_validate(value)
+        target = target[name]
+    target[last] = value
+    try:
+        return Plan.model_validate(fields)
+    except ValidationError as error:
+        raise InvalidInput(
+            f"expected a valid value for the plan's {path}, found {value!r} "
+            f"({error.errors()[0]['msg']})"
+        ) from error
 
 
 @_on(job_events.JobClosed)
 def _job_closed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
     job.status = "closed"
+    job.closed_position = stored.position
     job.replicas.clear()
 
 
@@ -312,6 +374,7 @@ def _proposed(state: LedgerState, job: JobState, stored: StoredEvent, event: Eve
         proposed_ns=stored.recorded_ns,
         predicted_gain_s=event.predicted_gain_s,
         predicted_cost_s=event.predicted_cost_s,
+        gain_interval=event.gain_interval,
         restoring=event.restoring,
         last_position=stored.position,
         last_ns=stored.recorded_ns,
@@ -348,17 +411,21 @@ def _granted(state: LedgerState, job: JobState, stored: StoredEvent, event: Even
     assert isinstance(event, reallocation.ReallocationGranted)
     operation = _advance(job, stored, "granted")
     if operation is not None:
-        operation.epoch = stored.position
+        operation.epoch = operation.granted_position = stored.position
         operation.devices = event.devices
         operation.step_limit_s = event.step_limit_s
+        operation.controller = event.controller
+        operation.mover = event.mover
         job.open_operation = operation.operation
 
 
 @_on(reallocation.OperationTakenOver)
 def _taken_over(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, reallocation.OperationTakenOver)
     operation = job.operations.get(stored.operation or "")
     if operation is not None:
         operation.epoch = stored.position
+        operation.controller = event.controller
         operation.last_position = stored.position
         operation.last_ns = stored.recorded_ns
 
@@ -366,9 +433,12 @@ def _taken_over(state: LedgerState, job: JobState, stored: StoredEvent, event: E
 @_on(reallocation.ReallocationCommitted)
 def _committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
     assert isinstance(event, reallocation.ReallocationCommitted)
-    if _advance(job, stored, "committed") is not None:
+    operation = _advance(job, stored, "committed")
+    if operation is not None:
+        job.previous_topology = operation.before
         job.topology = event.after
         job.last_move_ns = stored.recorded_ns
+        job.last_move_position = stored.position
 
 
 @_on(reallocation.ReallocationRolledBack)
@@ -377,6 +447,7 @@ def _rolled_back(state: LedgerState, job: JobState, stored: StoredEvent, event: 
     if _advance(job, stored, "rolled_back") is not None:
         job.topology = event.restored
         job.last_move_ns = stored.recorded_ns
+        job.last_move_position = stored.position
 
 
 @_on(reallocation.ReallocationPoisoned)
@@ -391,9 +462,14 @@ def _poisoned(state: LedgerState, job: JobState, stored: StoredEvent, event: Eve
 def _gain(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
     assert isinstance(event, reallocation.GainRealized)
     operation = job.operations.get(stored.operation or "")
-    if operation is not None:
-        operation.adjusted_gain_s = event.adjusted_gain_s
-    job.losing_moves = job.losing_moves + 1 if event.adjusted_gain_s < 0 else 0
+    if operation is None:
+        return
+    gain_s = event.adjusted_gain_s
+    operation.adjusted_gain_s = gain_s
+    operation.gain_position = stored.position
+    job.losing_moves = job.losing_moves + 1 if gain_s < 0 else 0
+    within = operation.gain_interval.low <= gain_s <= operation.gain_interval.high
+    job.missed_predictions = 0 if within else job.missed_predictions + 1
 
 
 @_on(sync.WeightSyncStarted)
@@ -426,6 +502,7 @@ def _close_sync(job: JobState, stored: StoredEvent, status: Literal["committed",
     current = job.syncs.get(stored.operation or "")
     if current is not None:
         current.status = status
+        current.ended_position = stored.position
     if job.open_sync == stored.operation:
         job.open_sync = None
 
@@ -443,7 +520,9 @@ def _sync_failed(state: LedgerState, job: JobState, stored: StoredEvent, event: 
 @_on(state_events.CheckpointSaved)
 def _saved(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
     assert isinstance(event, state_events.CheckpointSaved)
-    job.last_bundle = event
+    job.bundles[event.bundle] = event
+    if event.attempt == job.attempt:
+        job.last_bundle = event
 
 
 @_on(training.UpdateApplied)
@@ -463,9 +542,19 @@ def _iterated(state: LedgerState, job: JobState, stored: StoredEvent, event: Eve
 def _safe_mode(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
     assert isinstance(event, safety.SafeModeEntered)
     job.safe_mode = event.reason
+    job.frozen = event.topology
+
+
+@_on(safety.QuarantineLifted)
+def _lifted(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, safety.QuarantineLifted)
+    for device in event.devices:
+        state.quarantine.pop(device, None)
 
 
 @_on(safety.SafeModeLeft)
 def _thawed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
     job.safe_mode = None
+    job.frozen = None
     job.losing_moves = 0
+    job.missed_predictions = 0

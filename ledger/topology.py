@@ -86,6 +86,21 @@ class Topology(BaseModel):
         devices = sorted({*self.devices(), *other.devices()})
         return tuple(d for d in devices if set(self.tenants(d)) != set(other.tenants(d)))
 
+    def matches(self, other: Topology) -> bool:
+        """True when the same replicas stand in the same places.
+
+        The order of replicas says nothing, and neither does it whether a component that stands
+        nowhere is named.
+        """
+        return self._places() == other._places()
+
+    def _places(self) -> dict[str, list[Replica]]:
+        return {
+            component: sorted(replicas, key=lambda replica: (replica.name, replica.devices))
+            for component, replicas in self.components.items()
+            if replicas
+        }
+
     def text(self) -> str:
         """Short form for people: ``rollout[n/0 n/1] trainer[n/1]``."""
         return " ".join(

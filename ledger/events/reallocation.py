@@ -58,6 +58,8 @@ class ReallocationProposed(Event):
     """True for a move back to the last valid topology; safe mode allows only these."""
     window: Count | None = None
     """Position of the WindowObserved event that the decision used."""
+    proposer: Literal["scheduler", "operator"] = "scheduler"
+    """An operator's move owes no predicted gain and waits for no cooldown."""
 
 
 class ReallocationRejected(Event):
@@ -79,6 +81,11 @@ class ReallocationGranted(Event):
 
     devices: tuple[str, ...]
     step_limit_s: float
+    controller: str = ""
+    """Who holds the grant: name, host and pid, as the controller claims them."""
+    mover: str | None = None
+    """Entry point of ``shiftbook.movers``, or ``module:function``: how recovery finds the mover
+    of a controller that died."""
 
 
 class OperationTakenOver(Event):
@@ -90,6 +97,7 @@ class OperationTakenOver(Event):
     devices: tuple[str, ...]
     previous_epoch: Count
     reason: str
+    controller: str = ""
 
 
 class Custody(Part):

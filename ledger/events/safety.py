@@ -21,6 +21,14 @@ class SafeModeLeft(Event):
     reason: str
 
 
+class QuarantineLifted(Event):
+    """An operator looked at devices that a move had poisoned; they may be used again."""
+
+    devices: tuple[str, ...]
+    by: str
+    reason: str
+
+
 class DivergenceFlagged(Event):
     """The verifier holds something against this ledger."""
 

@@ -1,0 +1,239 @@
+"""Saves a training state as a durable bundle, with the digests of the live state."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
+from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed
+from shiftbook.checkpoint.manifest import (
+    INDEX_FILE,
+    MANIFEST_NAME,
+    STATE_FOLDER,
+    BundleFields,
+    BundleManifest,
+    FileRange,
+    FileRecord,
+    PartRecord,
+    check_part,
+    encode_manifest,
+    sha256_ranges,
+)
+from shiftbook.checkpoint.restore import restore_bundle
+from shiftbook.checkpoint.shared_parts import external_part, record_tensor, store_shared
+from shiftbook.checkpoint.shelf import (
+    SavedBundle,
+    incoming_folder,
+    latest_bundle,
+    next_path,
+    retain,
+    shelf_lock,
+    sync_path,
+)
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.serialization import get_crc32_options, set_crc32_options
+
+__all__ = [
+    "SavedBundle",
+    "external_part",
+    "latest_bundle",
+    "restore_bundle",
+    "retain",
+    "save_bundle",
+    "store_shared",
+]
+
+Parts = Mapping[str, Mapping[str, Tensor]]
+_THREADS = 4  # they wait for the disk or hash without the interpreter lock
+_PART_NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
+
+
+def save_bundle(
+    root_dir: str | os.PathLike[str],
+    fields: BundleFields | Mapping[str, Any],
+    parts: Parts,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    external: Mapping[str, PartRecord] | None = None,
+) -> SavedBundle:
+    """Save tensors by part and name as one bundle; on return it is complete and durable.
+
+    `kinds` says what a part is where its name does not. `external` names parts that stand in
+    files which bundles share (see `external_part`) and are not written again. Fingerprints are
+    taken from the tensors as they are during the call, not from the files. The caller is the only
+    process that saves this state. Raises BundleWriteFailed when the disk refuses; then nothing
+    of the bundle is left and earlier ones stand.
+    """
+    checked = _fields(fields)
+    shared = dict(external or {})
+    _check_part_names(parts, shared)
+    with shelf_lock(root_dir) as shelf:
+        folder: Path | None = None
+        try:
+            folder = incoming_folder(shelf)
+            for name, record in shared.items():
+                check_part(folder, name, record, {}, content=False)
+            manifest = _write(folder, checked, parts, kinds or {}, shared)
+            folder = folder.rename(next_path(shelf, manifest.bundle_id))
+            sync_path(shelf)
+        except BaseException as error:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            cause = _disk_error(error)
+            if cause is None:
+                raise
+            raise BundleWriteFailed(
+                f"{shelf}: could not write the bundle of iteration {checked.iteration} "
+                f"({cause.strerror}); nothing of it was kept and earlier bundles stand: free some "
+                "space or choose another folder, then save again",
+                path=str(shelf),
+            ) from error
+    return SavedBundle(folder, manifest)
+
+
+def _fields(fields: BundleFields | Mapping[str, Any]) -> BundleFields:
+    if isinstance(fields, BundleFields):
+        return fields
+    try:
+        return BundleFields.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BundleError(
+            f"bundle field {'.'.join(map(str, first['loc']))}: {first['msg']}, found "
+            f"{first['input']!r}; BundleFields says what each field holds"
+        ) from error
+
+
+def _write(
+    folder: Path,
+    fields: BundleFields,
+    parts: Parts,
+    kinds: Mapping[str, str],
+    external: Mapping[str, PartRecord],
+) -> BundleManifest:
+    """Everything inside of the folder, the manifest last, all of it on disk on return."""
+    state = {f"{part}/{name}": t for part, members in parts.items() for name, t in members.items()}
+    state_folder = folder / STATE_FOLDER
+    # Before the save and not beside it: two threads that hand the interpreter lock to and fro
+    # for many small tensors take longer than one after the other.
+    records = {
+        part: {name: record_tensor(tensor) for name, tensor in members.items()}
+        for part, members in parts.items()
+    }
+    index = _save_tensors(state_folder, state)
+    ranges = {part: _ranges(index, part) for part in parts}
+    written = sorted(state_folder.iterdir())
+    with ThreadPoolExecutor(_THREADS) as pool:  # the disk syncs while the bytes are hashed
+        synced = [pool.submit(sync_path, file) for file in written]
+        digests = {part: pool.submit(sha256_ranges, folder, r) for part, r in ranges.items()}
+        described = {
+            part: PartRecord(
+                kind=kinds.get(part, part),
+                ranges=ranges[part],
+                sha256=digests[part].result(),
+                bytes=sum(piece.bytes for piece in ranges[part]),
+                tensors=records[part],
+            )
+            for part in parts
+        }
+        files = {f"{STATE_FOLDER}/{file.name}": _file_record(file) for file in written}
+        for future in synced:
+            future.result()
+    manifest = _manifest(fields, files, {**described, **external})
+    sync_path(state_folder)
+    with (folder / MANIFEST_NAME).open("wb") as stream:
+        stream.write(encode_manifest(manifest))
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_path(folder)
+    return manifest
+
+
+def _file_record(file: Path) -> FileRecord:
+    """The index gets a digest of its own; the bytes of data files are their parts'."""
+    is_index = file.name == Path(INDEX_FILE).name
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if is_index else None
+    return FileRecord(bytes=file.stat().st_size, sha256=digest)
+
+
+def _manifest(
+    fields: BundleFields, files: dict[str, FileRecord], parts: dict[str, PartRecord]
+) -> BundleManifest:
+    values = fields.model_dump(exclude_none=True)
+    if fields.snapshot is None:
+        values["snapshot"] = root({name: part.root for name, part in parts.items()})
+    return BundleManifest.model_validate({**values, "files": files, "parts": parts})
+
+
+def _save_tensors(folder: Path, state: dict[str, Any]) -> Metadata:
+    """One distributed-checkpoint save by one saver; syncing is left to the caller."""
+    checksums = get_crc32_options()
+    # No CRC-32 within the file: SHA-256 and the fingerprints say more about the same bytes.
+    set_crc32_options(False)
+    with warnings.catch_warnings():
+        # It warns that no process group exists, which no_dist=True says on purpose.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=1)
+        try:
+            index: Metadata = dcp.save(state, storage_writer=writer, no_dist=True)
+        finally:
+            set_crc32_options(checksums)
+    return index
+
+
+def _ranges(index: Metadata, part: str) -> tuple[FileRange, ...]:
+    """The bytes that hold a part, neighbours joined, in the order of file and offset."""
+    pieces = sorted(
+        (f"{STATE_FOLDER}/{info.relative_path}", info.offset, info.length)
+        for key, info in index.storage_data.items()
+        if key.fqn.startswith(f"{part}/")
+    )
+    joined: list[FileRange] = []
+    for file, offset, length in pieces:
+        last = joined[-1] if joined else None
+        if last is not None and last.file == file and last.offset + last.bytes == offset:
+            joined[-1] = FileRange(file=file, offset=last.offset, bytes=last.bytes + length)
+        else:
+            joined.append(FileRange(file=file, offset=offset, bytes=length))
+    return tuple(joined)
+
+
+def _check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
+    for name in [*parts, *external]:
+        if not _PART_NAME.match(name):
+            raise BundleError(
+                f"part {name!r}: expected a name of letters, digits, '.', '_' and '-'", part=name
+            )
+    for name, members in parts.items():
+        if name in external:
+            raise BundleError(f"part {name}: given both as tensors and as external", part=name)
+        if not members:
+            raise BundleError(
+                f"part {name}: expected at least one tensor, found none; leave the part out",
+                part=name,
+            )
+
+
+def _disk_error(error: BaseException | None) -> OSError | None:
+    """The operating system's error behind what the savers wrap around it, if there is one."""
+    if error is None or isinstance(error, BundleError):
+        return None
+    if isinstance(error, OSError):
+        return error
+    wrapped = [failure[0] for failure in getattr(error, "failures", {}).values()]
+    for inner in (*wrapped, error.__cause__, error.__context__):
+        found = _disk_error(inner)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,288 @@
+"""The manifest of a bundle: what the bundle holds and belongs to, readable without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.errors import ManifestInvalid, PartDamaged, PartMissing
+from shiftbook.ledger import canonical
+from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.events.base import Count, Hex128, HexBytes, Sha256
+
+MANIFEST_NAME = "manifest.json"
+STATE_FOLDER = "state"
+INDEX_FILE = f"{STATE_FOLDER}/.metadata"
+INDEX_OWNER = "index of the saved tensors"
+FORMAT: Final = "shiftbook-bundle-v1"
+_READ_BYTES = 1 << 20
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class TensorRecord(_Record):
+    """One logical tensor; the fingerprint was taken from the live tensor at the save."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    fingerprint: Hex128
+
+
+class FileRange(_Record):
+    """A range of bytes of a file; the path is relative to the bundle unless it is absolute."""
+
+    file: str
+    offset: Count
+    bytes: Count
+
+
+class FileRecord(_Record):
+    """A whole file of the bundle, as it was written."""
+
+    bytes: Count
+    sha256: Sha256 | None = None
+    """Absent for data files: there each part answers for its own ranges."""
+
+
+class PartRecord(_Record):
+    """A part: which tensors, and which bytes of which files hold them."""
+
+    kind: str
+    format: Literal["dcp", "safetensors"] = "dcp"
+    external: bool = False
+    """True when the bytes stand in a file that several bundles share."""
+    ranges: tuple[FileRange, ...]
+    sha256: Sha256
+    """Over the bytes of the ranges, in order."""
+    bytes: Count
+    tensors: dict[str, TensorRecord]
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Fingerprint of each tensor, by name."""
+        return {name: record.fingerprint for name, record in self.tensors.items()}
+
+    @property
+    def root(self) -> str:
+        """One digest of all fingerprints of the part; 32 hex digits."""
+        return root(self.fingerprints)
+
+
+class SamplerCursor(_Record):
+    """Where the declared sampler stands: the draw that comes next."""
+
+    epoch: Count
+    position: Count
+    unit: Literal["samples"] = "samples"
+
+
+class BundleFields(_Record):
+    """What the caller of a save says about the state; the rest is measured."""
+
+    job: str
+    attempt: str
+    parent: Sha256 | None = None
+    """Bundle id of the bundle before this one in the lineage."""
+    iteration: Count
+    """Iterations completed."""
+    policy_version: Count
+    snapshot: str | None = None
+    """Id of the one moment from which all parts were taken; made from their roots if absent."""
+    rng: dict[str, HexBytes] = Field(default_factory=dict)
+    """State of each named owner's generator."""
+    sampler: SamplerCursor | None = None
+    in_flight_uids: tuple[str, ...] = ()
+    """Uids drawn and not yet consumed."""
+    config_digest: Sha256 | None = None
+    data_digest: Sha256 | None = None
+    scheduler: dict[str, float] = Field(default_factory=dict)
+    """Learning-rate schedule, such as `step` and `learning_rate`."""
+    controllers: dict[str, float] = Field(default_factory=dict)
+    """Values that a controller moves, such as `kl_coefficient`."""
+
+
+class BundleManifest(BundleFields):
+    """All of a bundle. `bundle_id` is the SHA-256 of its canonical form."""
+
+    format: Literal["shiftbook-bundle-v1"] = FORMAT
+    snapshot: str
+    files: dict[str, FileRecord]
+    parts: dict[str, PartRecord]
+
+    @model_validator(mode="after")
+    def _parts_add_up(self) -> Self:
+        for name, part in self.parts.items():
+            if sum(r.bytes for r in part.ranges) != part.bytes:
+                raise ValueError(f"part {name}: the ranges do not add up to {part.bytes} bytes")
+        return self
+
+    def canonical(self) -> bytes:
+        """The one serialisation: sorted keys, absent fields left out."""
+        return canonical.encode(self.model_dump(exclude_none=True))
+
+    @property
+    def bundle_id(self) -> str:
+        """SHA-256 of the canonical manifest; 64 hex digits."""
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+    @property
+    def part_roots(self) -> dict[str, str]:
+        """Root fingerprint of each part, as CheckpointSaved carries them."""
+        return {name: part.root for name, part in self.parts.items()}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parts, those in shared files included."""
+        return sum(part.bytes for part in self.parts.values())
+
+
+def encode_manifest(manifest: BundleManifest) -> bytes:
+    """The bytes of a manifest file: the manifest under its own digest."""
+    return canonical.encode(
+        {"bundle_id": manifest.bundle_id, "manifest": manifest.model_dump(exclude_none=True)}
+    )
+
+
+def load_manifest(path: str | os.PathLike[str]) -> BundleManifest:
+    """Read a bundle's manifest, given the bundle's folder or the manifest itself.
+
+    Raises ManifestInvalid when it is missing, cut off, malformed, or differs from its digest.
+    """
+    file = Path(path)
+    file = file / MANIFEST_NAME if file.is_dir() else file
+    where = str(file)
+    try:
+        outer = canonical.decode(file.read_bytes())
+    except OSError as error:
+        raise ManifestInvalid(
+            f"{where}: expected a bundle manifest, could not read it ({error.strerror}); a bundle "
+            "without a manifest was never completed: use an earlier one",
+            path=where,
+        ) from error
+    except InvalidEvent as error:
+        raise ManifestInvalid(
+            f"{where}: manifest is torn or was edited: {error}; use an earlier bundle", path=where
+        ) from error
+    inner = outer.get("manifest")
+    declared = inner.get("format") if isinstance(inner, dict) else None
+    if declared != FORMAT:
+        raise ManifestInvalid(
+            f"{where}: expected format {FORMAT!r}, found {declared!r}; "
+            "a newer Shiftbook may read it",
+            path=where,
+        )
+    try:
+        manifest = BundleManifest.model_validate(inner)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ManifestInvalid(
+            f"{where}: field {'.'.join(map(str, first['loc']))}: {first['msg']}; "
+            "the manifest was not written by this program or was edited: use an earlier bundle",
+            path=where,
+        ) from error
+    if outer.get("bundle_id") != manifest.bundle_id:
+        raise ManifestInvalid(
+            f"{where}: expected bundle id {outer.get('bundle_id')}, its content gives "
+            f"{manifest.bundle_id}; the manifest was edited: use an earlier bundle",
+            path=where,
+        )
+    return manifest
+
+
+def check_files(path: str | os.PathLike[str], *, content: bool = True) -> BundleManifest:
+    """Check that every file of a bundle is there, as long as it was, and has the bytes it had.
+
+    `content=False` looks at names and sizes only. Returns the manifest. Raises ManifestInvalid,
+    PartMissing or PartDamaged; the two name the part.
+    """
+    folder = Path(path)
+    manifest = load_manifest(folder)
+    for name, part in manifest.parts.items():
+        check_part(folder, name, part, manifest.files, content=content)
+    for relative, record in manifest.files.items():
+        owner = _owner(relative, manifest)
+        check_size(folder / relative, record.bytes, folder, owner)
+        if content and record.sha256 is not None:
+            found = sha256_ranges(folder, (FileRange(file=relative, offset=0, bytes=record.bytes),))
+            if found != record.sha256:
+                raise _damaged(folder, owner, relative, record.sha256, found)
+    return manifest
+
+
+def check_part(
+    folder: Path, name: str, part: PartRecord, files: dict[str, FileRecord], *, content: bool = True
+) -> None:
+    """The same for the bytes of one part."""
+    for piece in part.ranges:
+        size = files[piece.file].bytes if piece.file in files else piece.offset + piece.bytes
+        check_size(folder / piece.file, size, folder, name)
+    if content:
+        found = sha256_ranges(folder, part.ranges)
+        if found != part.sha256:
+            named = ", ".join(sorted({piece.file for piece in part.ranges}))
+            raise _damaged(folder, name, named, part.sha256, found)
+
+
+def check_size(file: Path, expected_bytes: int, folder: Path, part: str) -> None:
+    """Raise PartMissing or PartDamaged when a file is not there or has another length."""
+    try:
+        found_bytes = file.stat().st_size
+    except OSError as error:
+        raise PartMissing(
+            f"{folder}: part {part}: expected file {file.name}, could not find it "
+            f"({error.strerror}); restore the file or use an earlier bundle",
+            path=str(folder),
+            part=part,
+        ) from error
+    if found_bytes != expected_bytes:
+        raise PartDamaged(
+            f"{folder}: part {part}: expected {file.name} of {expected_bytes} bytes, found "
+            f"{found_bytes}; the file is torn or another's: use an earlier bundle",
+            path=str(folder),
+            part=part,
+        )
+
+
+def sha256_ranges(folder: Path, ranges: tuple[FileRange, ...]) -> str:
+    """SHA-256 over ranges of bytes, in order, read in pieces of a MiB; 64 hex digits."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_READ_BYTES))
+    for piece in ranges:
+        with (folder / piece.file).open("rb", buffering=0) as stream:
+            stream.seek(piece.offset)
+            left = piece.bytes
+            while left:
+                got = stream.readinto(buffer[: min(left, _READ_BYTES)])
+                if not got:
+                    break  # shorter than declared: the digest will differ
+                digest.update(buffer[:got])
+                left -= got
+    return digest.hexdigest()
+
+
+def _owner(relative: str, manifest: BundleManifest) -> str:
+    """The part that a file belongs to, or what else it is."""
+    for name, part in manifest.parts.items():
+        if any(piece.file == relative for piece in part.ranges):
+            return name
+    return INDEX_OWNER
+
+
+def _damaged(folder: Path, part: str, file: str, expected: str, found: str) -> PartDamaged:
+    return PartDamaged(
+        f"{folder}: part {part}: expected SHA-256 {expected[:16]}… of {file}, found {found[:16]}…; "
+        "the bytes changed after the save: use an earlier bundle",
+        path=str(folder),
+        part=part,
+    )
+
+
+def plain(manifest: BundleManifest) -> dict[str, Any]:
+    """The manifest with its id, as plain values for JSON output."""
+    return {"bundle_id": manifest.bundle_id, **manifest.model_dump(mode="json", exclude_none=True)}

@@ -1,0 +1,157 @@
+"""The folder that holds a job's bundles: its lock, its order, the latest bundle, retention."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed, ManifestInvalid
+from shiftbook.checkpoint.manifest import MANIFEST_NAME, BundleManifest, check_files
+
+BUNDLE_PREFIX = "bundle-"
+_INCOMING_PREFIX = ".incoming-"
+_LEAVING_PREFIX = ".leaving-"
+_LOCK_NAME = ".shelf.lock"
+
+
+@dataclass(frozen=True)
+class SavedBundle:
+    """A bundle that is complete and durable."""
+
+    path: Path
+    manifest: BundleManifest
+
+    @property
+    def bundle_id(self) -> str:
+        """SHA-256 of the manifest."""
+        return self.manifest.bundle_id
+
+
+def list_bundles(root_dir: str | os.PathLike[str]) -> list[SavedBundle]:
+    """The complete bundles, oldest save first.
+
+    A folder whose manifest is missing or invalid, or whose files are absent or of another size,
+    is not complete and not listed; contents are checked by `check_files` and on restore.
+    """
+    found = []
+    for path in _bundle_paths(Path(root_dir)):
+        with suppress(BundleError):  # incomplete: not a bundle yet, or no longer
+            found.append(SavedBundle(path, check_files(path, content=False)))
+    return found
+
+
+def latest_bundle(root_dir: str | os.PathLike[str]) -> SavedBundle | None:
+    """The complete bundle that was saved last, or None where there is none."""
+    for path in reversed(_bundle_paths(Path(root_dir))):
+        with suppress(BundleError):
+            return SavedBundle(path, check_files(path, content=False))
+    return None
+
+
+def retain(
+    root_dir: str | os.PathLike[str], keep: int, *, protected: Collection[str] = ()
+) -> list[Path]:
+    """Delete all complete bundles but the newest `keep`; returns what was deleted, oldest first.
+
+    `protected` holds bundle ids that stay in any case (lineage, golden traces). The newest
+    complete bundle always stays; folders that are no complete bundle are not touched. Each is
+    renamed before its files go, so a killed call leaves no half-deleted bundle behind.
+    """
+    if keep < 1:
+        raise BundleError(f"expected to keep at least 1 bundle, found {keep}", path=str(root_dir))
+    deleted = []
+    with shelf_lock(root_dir) as root:
+        for bundle in list_bundles(root)[:-keep]:
+            if bundle.bundle_id not in protected:
+                leaving = root / f"{_LEAVING_PREFIX}{bundle.path.name}"
+                bundle.path.rename(leaving)
+                shutil.rmtree(leaving)
+                deleted.append(bundle.path)
+    return deleted
+
+
+@contextmanager
+def shelf_lock(root_dir: str | os.PathLike[str]) -> Iterator[Path]:
+    """Hold the folder for one saver or retention at a time; clear what a killed one left.
+
+    The lock is the kernel's and goes with its process, so whatever lies unfinished in the folder
+    once it is held belongs to nobody.
+    """
+    root = Path(root_dir)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(root / _LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise BundleWriteFailed(
+            f"{root}: expected a folder that can be written, found {error.strerror}; "
+            "choose another folder or mend its permissions",
+            path=str(root),
+        ) from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        for path in root.iterdir():
+            if path.name.startswith((_INCOMING_PREFIX, _LEAVING_PREFIX)):
+                shutil.rmtree(path, ignore_errors=True)
+        yield root
+    finally:
+        os.close(descriptor)
+
+
+def incoming_folder(root: Path) -> Path:
+    """Make a folder whose name no reader takes for a bundle."""
+    folder = root / f"{_INCOMING_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    return folder
+
+
+def next_path(root: Path, bundle_id: str) -> Path:
+    """Where the next bundle goes: names sort in the order of the saves."""
+    paths = _bundle_paths(root)
+    last = int(paths[-1].name.split("-")[1]) if paths else -1
+    return root / f"{BUNDLE_PREFIX}{last + 1:08d}-{bundle_id[:12]}"
+
+
+def sync_path(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def find_bundle(path: str | os.PathLike[str]) -> Path:
+    """A bundle's folder, given itself or a folder of bundles (then its latest)."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ManifestInvalid(
+            f"{folder}: expected a bundle or a folder of bundles, found no folder; check the path",
+            path=str(folder),
+        )
+    if folder.name.startswith(BUNDLE_PREFIX) or (folder / MANIFEST_NAME).exists():
+        return folder
+    latest = latest_bundle(folder)
+    if latest is None:
+        raise ManifestInvalid(
+            f"{folder}: expected a bundle or a folder of bundles, found no complete bundle in it",
+            path=str(folder),
+        )
+    return latest.path
+
+
+def _bundle_paths(root: Path) -> list[Path]:
+    """Folders named like bundles, in the order of their saves."""
+    if not root.is_dir():
+        return []
+    named = []
+    for path in root.iterdir():
+        pieces = path.name.split("-")
+        if path.name.startswith(BUNDLE_PREFIX) and len(pieces) == 3 and pieces[1].isdigit():
+            named.append((int(pieces[1]), path.name, path))
+    return [path for _, _, path in sorted(named)]

@@ -1,0 +1,338 @@
+"""The reference job's components as the scheduler hosts them: rollout, tool and inference."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Hashable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.jobs.engine import TorchEngine, TurnRequest
+from shiftbook.jobs.errors import JobError
+from shiftbook.jobs.grpo import GroupBatch, reference_logps
+from shiftbook.jobs.model import ModelConfig, upcast
+from shiftbook.jobs.policy_file import load_policy
+from shiftbook.jobs.toolbox import Toolbox
+from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loaded
+from shiftbook.scheduler.workers.host import HostSpec
+from shiftbook.scheduler.workers.transfer import fetch
+
+PREFETCH = 6
+"""Turns that an engine takes ahead of need, so that no lane waits for a remote call."""
+TOOL_CALLS = 512
+
+
+def one_thread() -> None:
+    """Compute in one thread and in one order: what bit equality rests on."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+
+
+def token_bytes(requests: list[TurnRequest]) -> int:
+    """Bytes of what a moved request carries: 8 a token, a log-probability and a version."""
+    return sum(8 * (len(r.context) + 3 * len(r.partial)) for r in requests)
+
+
+class RolloutWorker:
+    """One engine on one slot."""
+
+    lanes: Collection[int] | None = None
+
+    def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
+        one_thread()
+        self._model = ModelConfig(**config.get("model", {}))
+        self._lanes = int(config["lanes"])
+        self._engine = TorchEngine(self._model, self._lanes)
+        self._incoming: TorchEngine | None = None
+        self._first: str | None = None
+
+    def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
+        """Load ``weights`` of ``version`` (payload) into a new engine; it serves after activate."""
+        weights = fetch(payload["weights"])
+        engine = TorchEngine(self._model, self._lanes)
+        engine.load(weights, int(payload["version"]))
+        self._incoming = engine
+        prints = fingerprint_tensors(engine.resident())
+        size = sum(t.nbytes for t in weights.values())
+        return Loaded({f"model/{k}": v for k, v in prints.items()}, size, {"weights": size})
+
+    def activate(self) -> None:
+        """Serve with the engine that was prepared."""
+        if self._incoming is not None:
+            self._engine, self._incoming = self._incoming, None
+            self._first = "move"
+
+    def discard(self) -> None:
+        """Forget the prepared engine."""
+        self._incoming = None
+
+    def drop(self) -> None:
+        """Hold no weights and no KV."""
+        self._incoming = self._first = None
+        self._engine.drain()
+        self._engine.unload()
+
+    def snapshot(self) -> dict[str, Any]:
+        """Engines carry nothing but their requests, which go back to the channel."""
+        return {}
+
+    def drain(self) -> Drained:
+        """All turns in hand, running ones with their partial tokens."""
+        requests = self._engine.drain()
+        begun = [r for r in requests if r.partial]
+        return Drained(
+            [((r.uid, r.turn), r) for r in requests],
+            partial_tokens=sum(len(r.partial) for r in begun),
+            replay_tokens=sum(len(r.context) + len(r.partial) for r in begun),
+            moved_bytes=token_bytes(requests),
+        )
+
+    def submit(self, key: Hashable, item: Any) -> None:
+        """Queue a turn."""
+        self._engine.submit(item)
+
+    def step(self) -> list[Answer]:
+        """One decode step of all lanes."""
+        now = time.time()
+        return [Answer((r.uid, r.turn), r, now) for r in self._engine.step()]
+
+    def has_work(self) -> bool:
+        """True while a lane could decode."""
+        return self._engine.running > 0 or self._engine.waiting > 0
+
+    def room(self) -> int:
+        """Turns that it would take now: its free lanes and a few ahead."""
+        engine = self._engine
+        return max(0, engine.lanes + PREFETCH - engine.running - engine.waiting)
+
+    def wake_after_s(self) -> float | None:
+        """Nothing becomes due by itself."""
+        return None
+
+    def resident_bytes(self) -> int:
+        """Weights, KV and buffers."""
+        incoming = self._incoming.resident_bytes() if self._incoming is not None else 0
+        return self._engine.resident_bytes() + incoming
+
+    def load(self) -> dict[str, float]:
+        """Lanes in use, turns that wait here, and decode counters."""
+        engine = self._engine
+        return {
+            "running": engine.running,
+            "waiting": engine.waiting,
+            "kv_use": engine.running / engine.lanes,
+            "tokens": engine.sampled_tokens,
+            "replayed_tokens": engine.replayed_tokens,
+            "lane_steps": engine.lane_steps,
+            "version": engine.version,
+        }
+
+    def first_use(self) -> dict[str, Any] | None:
+        """Fingerprints of the weights as the decode kernel reads them, once after each load."""
+        after, self._first = self._first, None
+        if after is None:
+            return None
+        prints = fingerprint_tensors(self._engine.resident())
+        return {
+            "after": after,
+            "use": "generation",
+            "version": self._engine.version,
+            "parts": {"model": root(prints)},
+        }
+
+    def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """``sync``: load another version in place; answers what the kernel reads afterwards."""
+        if method != "sync":
+            raise JobError(f"expected the method sync, found {method!r}")
+        began_s = time.monotonic()
+        weights, version = fetch(arguments["weights"]), int(arguments["version"])
+        self._engine.load(weights, version)
+        self._first = "sync"
+        prints = fingerprint_tensors(self._engine.resident())
+        return {
+            "fingerprints": prints,
+            "moved_bytes": sum(t.nbytes for t in weights.values()),
+            "sync_s": time.monotonic() - began_s,
+        }
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
+
+class InferenceWorker:
+    """Reference log-probabilities of complete groups, under the frozen base policy."""
+
+    lanes: Collection[int] | None = None
+
+    def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
+        one_thread()
+        self._model = ModelConfig(**config.get("model", {}))
+        self._base = Path(config["base_policy"])
+        self._reference: dict[str, torch.Tensor] | None = None
+        self._incoming: dict[str, torch.Tensor] | None = None
+        self._groups: list[tuple[Hashable, GroupBatch]] = []
+        self._first: dict[str, Any] | None = None
+
+    def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
+        """Read the base policy from its file."""
+        self._incoming = load_policy(self._base, self._model)
+        prints = fingerprint_tensors(self._incoming)
+        size = sum(t.nbytes for t in self._incoming.values())
+        return Loaded({f"reference/{k}": v for k, v in prints.items()}, size, {"weights": size})
+
+    def activate(self) -> None:
+        """Use what was prepared."""
+        if self._incoming is not None:
+            self._reference = upcast(self._incoming)
+            prints = fingerprint_tensors(
+                {name: tensor.to(torch.bfloat16) for name, tensor in self._reference.items()}
+            )
+            self._first = {
+                "after": "start",
+                "use": "reference log-probabilities",
+                "version": 0,
+                "parts": {"reference": root(prints)},
+            }
+            self._incoming = None
+
+    def discard(self) -> None:
+        """Forget what was prepared."""
+        self._incoming = None
+
+    def drop(self) -> None:
+        """Hold no weights."""
+        self._incoming = self._reference = self._first = None
+        self._groups.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The base policy stands in its file; nothing else is carried."""
+        return {}
+
+    def drain(self) -> Drained:
+        """Groups in hand."""
+        groups, self._groups = self._groups, []
+        return Drained(list(groups), moved_bytes=sum(g.tokens.nbytes for _, g in groups))
+
+    def submit(self, key: Hashable, item: Any) -> None:
+        """Queue a group."""
+        self._groups.append((key, item))
+
+    def step(self) -> list[Answer]:
+        """Log-probabilities of one group."""
+        if self._reference is None:
+            raise JobError("expected the reference policy, found none loaded")
+        key, batch = self._groups.pop(0)
+        logps = reference_logps(self._reference, batch, self._model)
+        return [Answer(key, batch.with_reference(logps), time.time())]
+
+    def has_work(self) -> bool:
+        """True while a group waits here."""
+        return bool(self._groups)
+
+    def room(self) -> int:
+        """A few groups ahead of need."""
+        return max(0, 3 - len(self._groups))
+
+    def wake_after_s(self) -> float | None:
+        """Nothing becomes due by itself."""
+        return None
+
+    def resident_bytes(self) -> int:
+        """Bytes of the reference policy."""
+        return sum(t.nbytes for t in (self._reference or {}).values())
+
+    def load(self) -> dict[str, float]:
+        """Groups in hand."""
+        return {"running": 0, "waiting": len(self._groups)}
+
+    def first_use(self) -> dict[str, Any] | None:
+        """Fingerprint of the reference as it is read, once after a load."""
+        first, self._first = self._first, None
+        return first
+
+    def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """There are no methods of its own."""
+        raise JobError(f"expected no call, found {method!r}")
+
+    def close(self) -> None:
+        """Nothing runs beside this process."""
+
+
+class ToolWorker:
+    """The calculator: calls wait their latency here, without a slot."""
+
+    lanes: Collection[int] | None = None
+
+    def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
+        self._toolbox = Toolbox(int(config["seed"]))
+        self._expressions: dict[tuple[str, int], str] = {}
+
+    def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
+        """A tool holds no state."""
+        return Loaded({}, 0)
+
+    def activate(self) -> None:
+        """Nothing to switch."""
+
+    def discard(self) -> None:
+        """Nothing was prepared."""
+
+    def drop(self) -> None:
+        """Give up all calls; they are repeated elsewhere."""
+        self._toolbox.drain()
+
+    def snapshot(self) -> dict[str, Any]:
+        """A tool holds no state."""
+        return {}
+
+    def drain(self) -> Drained:
+        """Calls in hand; each may be repeated under its key (uid, turn)."""
+        return Drained([(key, expression) for key, expression in self._toolbox.drain()])
+
+    def submit(self, key: Hashable, item: Any) -> None:
+        """Begin a call."""
+        assert isinstance(key, tuple)
+        self._toolbox.start_call((str(key[0]), int(key[1])), item)
+
+    def step(self) -> list[Answer]:
+        """Results that are due."""
+        now = time.time()
+        return [Answer(result.key, result.tokens, now) for result in self._toolbox.ready()]
+
+    def has_work(self) -> bool:
+        """True when a result is due or replies should be read."""
+        due = self._toolbox.next_due()
+        return due is not None and due <= time.monotonic() + 0.0005
+
+    def room(self) -> int:
+        """Many calls wait at once."""
+        return TOOL_CALLS - len(self._toolbox.waiting)
+
+    def wake_after_s(self) -> float | None:
+        """Seconds until the next result is due."""
+        due = self._toolbox.next_due()
+        return None if due is None else max(0.0005, due - time.monotonic())
+
+    def resident_bytes(self) -> int:
+        """A tool holds no weights."""
+        return 0
+
+    def load(self) -> dict[str, float]:
+        """Calls that wait."""
+        return {"running": len(self._toolbox.waiting), "waiting": 0}
+
+    def first_use(self) -> dict[str, Any] | None:
+        """There is no state to use."""
+        return None
+
+    def call(self, method: str, arguments: dict[str, Any]) -> Any:
+        """There are no methods of its own."""
+        raise JobError(f"expected no call, found {method!r}")
+
+    def close(self) -> None:
+        """End the child process."""
+        self._toolbox.close()

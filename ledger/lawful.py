@@ -1,0 +1,62 @@
+"""Check the events of a decision, one after another, before any of them is appended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shiftbook.ledger.envelope import Draft, seal
+from shiftbook.ledger.errors import IllegalStep
+from shiftbook.ledger.legality import check
+from shiftbook.ledger.receipt import Decision
+from shiftbook.ledger.state import LedgerState
+
+
+def lawful(state: LedgerState, job: str, drafts: Sequence[Draft]) -> Decision:
+    """Give the decision back when every event may follow the one before; raise IllegalStep.
+
+    The state is not changed: events after the first are checked on a copy of what they touch.
+    """
+    folded = state
+    for index, draft in enumerate(drafts):
+        violation = check(folded, job, draft.operation, draft.event)
+        if violation is not None:
+            raise IllegalStep(violation.rule, violation.expected, violation.found)
+        if index + 1 == len(drafts):
+            break
+        if folded is state:
+            folded = _sketch(state, job, {draft.operation for draft in drafts})
+        folded.apply(
+            seal(
+                draft,
+                position=folded.size,
+                job=job,
+                version=folded.job(job).version + 1,
+                recorded_ns=folded.job(job).last_event_ns,
+                writer="",
+                sequence=0,
+                actor="",
+                key=None,
+            )
+        )
+    return Decision(job, tuple(drafts))
+
+
+def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerState:
+    """Copy a state as deep as events of one job that name these operations can change it."""
+    jobs = dict(state.jobs)
+    if name in jobs:
+        job = jobs[name]
+        jobs[name] = replace(
+            job,
+            attempts=dict(job.attempts),
+            operations={k: replace(v) if k in touched else v for k, v in job.operations.items()},
+            syncs={
+                k: replace(v, delivered=dict(v.delivered)) if k in touched else v
+                for k, v in job.syncs.items()
+            },
+            replicas={k: replace(v) for k, v in job.replicas.items()},
+            bundles=dict(job.bundles),
+            pending_amendments=set(job.pending_amendments),
+        )
+    return LedgerState(state.position, jobs, dict(state.leases), dict(state.quarantine))

@@ -1,0 +1,344 @@
+"""A columnar copy of the ledger in DuckDB, made by position: what analytics and the report read.
+
+The copy stands beside the ledger (``<ledger>.mirror.duckdb``), or in memory where that folder
+cannot be written. It is built under a lock, read through a read-only connection that can reach
+no file, and may be deleted at any time. The tables are the ``.sql`` files beside this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import duckdb
+import pyarrow as pa
+from shiftbook.ledger.errors import EvidenceError, NotALedger
+from shiftbook.ledger.file_lock import FileLock
+
+if TYPE_CHECKING:
+    from shiftbook.ledger.ledger import Ledger
+
+TABLES = (
+    "events",
+    "reallocations",
+    "candidates",
+    "weight_syncs",
+    "iterations",
+    "windows",
+    "leases",
+    "checkpoints",
+    "samples",
+    "findings",
+)
+"""Tables that are a contract; each is made by the ``.sql`` file of its name."""
+
+LAYOUT = 1
+"""Version of the tables; a mirror of another layout is built again from the first event."""
+
+BATCH_EVENTS = 50_000
+"""Events taken in at once: bounds the memory, about 100 MB at 1 kB an event."""
+
+COLUMNAR_EVENTS = 2_000
+"""From this many events on, loading the columnar reader pays for itself."""
+
+LOCK_TIMEOUT_S = 60.0
+"""Longest wait for another process that builds the mirror."""
+
+LOCKED = {
+    "enable_external_access": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    # DuckDB would still let a query read the copy's own file, and spill beside it.
+    "disabled_filesystems": "'LocalFileSystem'",
+    "lock_configuration": "true",
+}
+"""Settings under which queries run, in the order in which they can be made: no file, no network,
+and no way back. What does not fit into memory fails instead of being spilled."""
+
+NO_PYTHON = {"python_enable_replacements": "false"}
+"""Setting of every connection: a table's name never means a Python variable."""
+
+SAMPLE_ACTS = {
+    "SamplesGenerated": "generated",
+    "SamplesRewarded": "rewarded",
+    "BatchConsumed": "consumed",
+}
+
+_SAMPLE_COLUMNS = {
+    "uid": "VARCHAR",
+    "turns": "BIGINT",
+    "tokens": "BIGINT",
+    "token_digest": "VARCHAR",
+    "version_min": "BIGINT",
+    "version_max": "BIGINT",
+    "replica": "VARCHAR",
+    "reward": "DOUBLE",
+    "scorer": "VARCHAR",
+    "advantage": "DOUBLE",
+    "virtual_rank": "BIGINT",
+}
+
+_EVENT_TYPE = re.compile(r"'([A-Z][A-Za-z]+)'")
+"""A type of event as a projection names it."""
+
+_open_here: set[str] = set()
+"""Mirror files that this process has open: DuckDB shares one instance of a file in a process."""
+
+
+@dataclass
+class Mirror:
+    """An up-to-date, read-only, locked copy of a ledger."""
+
+    connection: duckdb.DuckDBPyConnection
+    path: Path | None
+    """The file, or None for a copy in memory."""
+    size: int
+    """Events in the copy."""
+    missing_segments: int
+    """Evidence segments that could not be read; their samples are not in ``samples``."""
+
+    @classmethod
+    def open(cls, ledger: Ledger, *, in_memory: bool = False) -> Mirror:
+        """Bring the copy of a ledger up to its head and open it for reading.
+
+        Raises LedgerUnreachable where another process builds it for longer than a minute.
+        """
+        path = None if in_memory or ledger.path is None else mirror_path(ledger.path)
+        if path is None or os.fspath(path) in _open_here or not os.access(path.parent, os.W_OK):
+            return cls._in_memory(ledger)
+        with _locked(path):
+            _refresh_file(path, ledger)
+            connection = duckdb.connect(path, read_only=True, config=dict(NO_PYTHON))
+        _open_here.add(os.fspath(path))
+        return cls._finish(connection, path)
+
+    @classmethod
+    def _in_memory(cls, ledger: Ledger) -> Mirror:
+        connection = duckdb.connect(":memory:", config=dict(NO_PYTHON))
+        _refresh(connection, ledger)
+        return cls._finish(connection, None)
+
+    @classmethod
+    def _finish(cls, connection: duckdb.DuckDBPyConnection, path: Path | None) -> Mirror:
+        for name, value in LOCKED.items():
+            connection.execute(f"SET {name} = {value}")
+        size = _one(connection, "SELECT count(*) FROM events")
+        missing = _one(connection, "SELECT count(*) FROM segments WHERE NOT loaded")
+        return cls(connection, path, size, missing)
+
+    def rows(self, sql: str, parameters: Iterable[Any] = ()) -> list[dict[str, Any]]:
+        """Run a trusted query; a dictionary for each row."""
+        cursor = self.connection.cursor()
+        cursor.execute(sql, list(parameters))
+        names = [column[0] for column in cursor.description or ()]
+        return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+
+    def close(self) -> None:
+        """Close the copy."""
+        self.connection.close()
+        if self.path is not None:
+            _open_here.discard(os.fspath(self.path))
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def mirror_path(ledger_path: Path) -> Path:
+    """Where the copy of a ledger file stands."""
+    return ledger_path.with_name(ledger_path.name + ".mirror.duckdb")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    lock = FileLock(path.with_name(path.name + ".lock"), LOCK_TIMEOUT_S)
+    lock.acquire()
+    try:
+        yield
+    finally:
+        lock.close()
+
+
+def _refresh_file(path: Path, ledger: Ledger) -> None:
+    """Bring the file up to the ledger's head. The lock is held.
+
+    A reader of another process keeps DuckDB from opening the file for writing. Then a copy is
+    brought up and put in its place; that reader goes on with the file it has.
+    """
+    beside = path.with_name(path.name + ".new")
+    _remove(beside)
+    try:
+        connection = duckdb.connect(path)
+    except duckdb.IOException:
+        shutil.copyfile(path, beside)
+        try:
+            connection = duckdb.connect(beside)
+        except duckdb.Error:
+            # Not a database, or of a newer DuckDB: it is only a copy, so it is made again.
+            _remove(beside)
+            connection = duckdb.connect(beside)
+        with contextlib.closing(connection):
+            _refresh(connection, ledger)
+        beside.replace(path)
+        return
+    with contextlib.closing(connection):
+        _refresh(connection, ledger)
+
+
+def _remove(path: Path) -> None:
+    for name in (path, path.with_name(path.name + ".wal")):
+        name.unlink(missing_ok=True)
+
+
+def _refresh(connection: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
+    """Take in every event after the last one that the copy holds, each batch in a transaction."""
+    after = _usable_position(connection, ledger)
+    size = ledger.head().size
+    if after < 0:
+        _start_over(connection)
+    if after + 1 < size:
+        for batch in event_batches(ledger, after, size - 1):
+            connection.execute("BEGIN")
+            _take_in(connection, batch)
+            last = _one(connection, "SELECT max(position) FROM fresh")
+            leaf = ledger.event(last).leaf.hex()
+            connection.execute("DELETE FROM mirror_state")
+            connection.execute("INSERT INTO mirror_state VALUES (?, ?, ?)", [LAYOUT, last, leaf])
+            connection.execute("COMMIT")
+    _load_segments(connection, ledger)
+
+
+def _usable_position(connection: duckdb.DuckDBPyConnection, ledger: Ledger) -> int:
+    """Last position in the copy; -1 where it is empty, of another layout or another ledger."""
+    try:
+        row = connection.execute("SELECT layout, position, leaf FROM mirror_state").fetchone()
+    except duckdb.CatalogException:
+        return -1
+    if row is None or row[0] != LAYOUT or row[1] >= ledger.head().size:
+        return -1
+    return int(row[1]) if ledger.event(row[1]).leaf.hex() == row[2] else -1
+
+
+def _start_over(connection: duckdb.DuckDBPyConnection) -> None:
+    for kind, name in connection.execute(
+        "SELECT CASE table_type WHEN 'VIEW' THEN 'VIEW' ELSE 'TABLE' END, table_name "
+        "FROM information_schema.tables WHERE table_schema = 'main' AND table_catalog NOT IN "
+        "('temp', 'system') ORDER BY table_type DESC"
+    ).fetchall():
+        connection.execute(f'DROP {kind} "{name}"')
+    connection.execute("CREATE TABLE mirror_state (layout INTEGER, position BIGINT, leaf VARCHAR)")
+    connection.execute(projection("macros"))
+    _take_in(connection, pa.table({"data": pa.array([], pa.string())}), make=True)
+
+
+def _take_in(connection: duckdb.DuckDBPyConnection, batch: pa.Table, *, make: bool = False) -> None:
+    """Project one batch of stored events (column ``data``) into the tables that it concerns.
+
+    A projection concerns a batch that has an event of a type it names; with ``make`` all run.
+    """
+    connection.register("incoming", batch)
+    connection.execute(projection("events"))
+    present = {row[0] for row in connection.execute("SELECT DISTINCT type FROM fresh").fetchall()}
+    for name in TABLES[1:]:
+        sql = projection(name)
+        if make or present.intersection(_EVENT_TYPE.findall(sql)):
+            connection.execute(sql)
+    connection.unregister("incoming")
+
+
+def projection(name: str) -> str:
+    """SQL that makes one table and takes the new events in."""
+    return files("shiftbook.ledger.sql").joinpath(f"{name}.sql").read_text(encoding="utf-8")
+
+
+def event_batches(ledger: Ledger, after: int, until: int) -> Iterator[pa.Table]:
+    """Stored events after a position, up to and with another, as tables with column ``data``."""
+    start = after
+    while start < until:
+        stop = min(start + BATCH_EVENTS, until)
+        path = ledger.path
+        if path and stop - start >= COLUMNAR_EVENTS and os.access(path.parent, os.W_OK):
+            batch = _columnar(path, start, stop)
+        else:
+            data = [row.data for row in ledger.rows(start, until=stop)]
+            batch = pa.table({"data": pa.array(data, pa.binary()).cast(pa.string())})
+        if batch.num_rows != stop - start:
+            raise NotALedger(
+                f"expected {stop - start} events after position {start}, found {batch.num_rows}; "
+                "run `shiftbook verify` on this ledger"
+            )
+        yield batch
+        start = stop
+
+
+def _columnar(path: Path, after: int, until: int) -> pa.Table:
+    """Stored events of an SQLite file as a column, without a Python object for each.
+
+    The connection cannot write, so it never checkpoints: that is the writers' own, under a lock.
+    """
+    from adbc_driver_sqlite import dbapi
+
+    sql = (
+        "SELECT CAST(data AS TEXT) AS data FROM events "
+        "WHERE position > ? AND position <= ? ORDER BY position"
+    )
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with dbapi.connect(uri) as connection, connection.cursor() as cursor:
+        cursor.execute(sql, (after, until))
+        return cursor.fetch_arrow_table()
+
+
+def _load_segments(connection: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
+    """Read the evidence segments that are not in the copy yet; a missing one stays noted."""
+    wanted = connection.execute(
+        "SELECT position, job, type, attempt, iteration, sha256, rows, columns, bytes "
+        "FROM segments WHERE NOT loaded ORDER BY position"
+    ).fetchall()
+    for position, job, type_, attempt, iteration, sha256, rows, columns, size in wanted:
+        try:
+            table = _read_segment(ledger, sha256, rows, columns, size)
+        except EvidenceError as error:
+            connection.execute(
+                "UPDATE segments SET problem = ? WHERE position = ?", [str(error), position]
+            )
+            continue
+        connection.execute("BEGIN")
+        connection.register("segment_rows", table)
+        values = ", ".join(
+            f'TRY_CAST("{name}" AS {kind})' if name in table.column_names else "NULL"
+            for name, kind in _SAMPLE_COLUMNS.items()
+        )
+        connection.execute(
+            f"INSERT INTO sample_rows SELECT ?, ?, ?, ?, ?, {values} FROM segment_rows",
+            [SAMPLE_ACTS[type_], position, job, attempt, iteration],
+        )
+        connection.execute(
+            "UPDATE segments SET loaded = true, problem = NULL WHERE position = ?", [position]
+        )
+        connection.execute("COMMIT")
+        connection.unregister("segment_rows")
+
+
+def _read_segment(
+    ledger: Ledger, sha256: str, rows: int, columns: list[str], size: int
+) -> pa.Table:
+    from shiftbook.ledger.events.base import Segment
+    from shiftbook.ledger.evidence import read_segment
+
+    segment = Segment(sha256=sha256, rows=rows, columns=tuple(columns), bytes=size)
+    return read_segment(ledger, segment)
+
+
+def _one(connection: duckdb.DuckDBPyConnection, sql: str) -> Any:
+    row = connection.execute(sql).fetchone()
+    assert row is not None
+    return row[0]

@@ -1,0 +1,185 @@
+"""Bring every open move of a job to its end after its controller died.
+
+Before ``verified`` a move is undone, after it the move is finished; where that is impossible the
+devices are poisoned. Recovery first takes the operation over, so whatever the old controller
+still does, or does again when it is continued, is refused. A crash in the middle of recovery
+leaves an open operation, which the next recovery takes over in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shiftbook.ledger.errors import IllegalStep, LedgerUnreachable, StaleGrant, UnknownJob
+from shiftbook.ledger.events.reallocation import ReallocationQuiesced, ReallocationTransferred
+from shiftbook.ledger.gate import Gate
+from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.mover import Mover, find_mover
+from shiftbook.ledger.state import OperationState
+from shiftbook.ledger.topology import Topology
+
+__all__ = ["Mover", "Outcome", "finish_or_poison", "recover", "restore_or_poison"]
+
+TRIES = 3
+"""How often a way is tried before it counts as impossible: one hiccup must not cost devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How recovery ended an operation."""
+
+    operation: str
+    found: str
+    """Status in which recovery found it."""
+    ended: str
+    """Status in which recovery left it."""
+    reason: str
+
+
+def recover(
+    ledger: Ledger,
+    job: str,
+    mover: Mover | None = None,
+    *,
+    by: str = "recover",
+    reason: str = "the controller is presumed dead",
+    gate: Gate | None = None,
+) -> list[Outcome]:
+    """End every open move of a job; give what became of each, in the order of proposal.
+
+    Without ``mover`` each move's own is opened (see ``find_mover``); a move that names none is
+    poisoned, since nobody can say where its processes stand. A move that another recovery takes
+    over meanwhile is left to it. Raise UnknownJob, or InvalidInput where a named mover cannot be
+    opened; the operation is then open still.
+    """
+    if job not in ledger.jobs():
+        raise UnknownJob(job, ledger.jobs())
+    gate = gate or Gate(ledger, by=by)
+    opened = [known for known in ledger.state().job(job).operations.values() if known.open]
+    return [
+        _end(gate, known, known.status, mover, reason)
+        for known in sorted(opened, key=lambda known: known.proposed_position)
+    ]
+
+
+def _end(
+    gate: Gate, known: OperationState, found: str, mover: Mover | None, reason: str
+) -> Outcome:
+    # `found` is kept apart, since the fold of the handle changes `known` as events come in.
+    job, operation = known.job, known.operation
+    own = None
+    try:
+        if found == "proposed":
+            gate.abandon(job, operation, reason)
+        else:
+            own = mover or find_mover(gate.ledger, gate.ledger.state().job(job), known)
+            grant = gate.take_over(job, operation, reason)
+            if own is None:
+                gate.poisoned(grant, f"{reason}; no mover is known that could undo or finish it")
+            elif found == "verified":
+                finish_or_poison(gate, grant, own, reason)
+            else:
+                restore_or_poison(gate, grant, own, reason)
+    except (StaleGrant, IllegalStep) as error:
+        # Somebody else went on with the operation between two decisions; theirs stands.
+        reason = f"left to another controller: {error}"
+    finally:
+        if own is not None and own is not mover:
+            own.close()
+    ended = gate.ledger.state().job(job).operations[operation].status
+    return Outcome(operation, found, ended, reason)
+
+
+def restore_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str:
+    """Undo a move that is not verified; give the status it ended in.
+
+    A granted move whose processes stand where they stood is restored all the same, since a source
+    may have stopped taking work without anybody having recorded it, and is then abandoned. The
+    end is written only after ``inspect`` confirms the topology before.
+
+    Raise StaleGrant where another controller has the operation.
+    """
+    known = gate.holds(grant)
+    before, granted = known.before, known.status == "granted"
+    untouched = granted and _stands(mover, before) is None
+    failure = _try(gate, grant, mover, before, lambda: mover.restore(before, grant))
+    if failure is not None:
+        gate.poisoned(grant, f"{cause}; restoring failed: {failure}")
+        return "poisoned"
+    if untouched:
+        gate.abandon(grant.job, grant.operation, cause)
+        return "abandoned"
+    gate.rolled_back(grant, cause, before)
+    return "rolled_back"
+
+
+def finish_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str:
+    """Finish a verified move; give the status it ended in.
+
+    The commit is written only after ``inspect`` confirms the topology after. Raise StaleGrant
+    where another controller has the operation.
+    """
+    after = gate.holds(grant).after
+    failure = _try(gate, grant, mover, after, lambda: mover.finish(after, grant))
+    if failure is not None:
+        gate.poisoned(grant, f"{cause}; finishing failed: {failure}")
+        return "poisoned"
+    moved_bytes, kv_tokens_lost, quiesced_ns = _so_far(gate.ledger, grant)
+    gate.committed(
+        grant,
+        moved_bytes=moved_bytes,
+        stall_s=max(0.0, (gate.now_ns() - quiesced_ns) / 1e9),
+        kv_tokens_lost=kv_tokens_lost,
+        stalls={},
+    )
+    return "committed"
+
+
+def _try(
+    gate: Gate, grant: Grant, mover: Mover, wanted: Topology, act: Callable[[], None]
+) -> str | None:
+    """Act until the mover confirms the topology; say what stood in the way where it never does.
+
+    Raise StaleGrant as soon as another controller has the operation: it must not be disturbed.
+    """
+    failure: str | None = None
+    for _ in range(TRIES):
+        gate.holds(grant)
+        try:
+            act()
+        except LedgerUnreachable:
+            raise
+        except Exception as error:  # a mover is other people's code: any failure of it counts
+            failure = f"{type(error).__name__}: {error}"
+            continue
+        failure = _stands(mover, wanted)
+        if failure is None:
+            return None
+    return failure
+
+
+def _stands(mover: Mover, wanted: Topology) -> str | None:
+    """None when the mover sees the processes in a topology, else what it sees."""
+    try:
+        seen = mover.inspect()
+    except LedgerUnreachable:
+        raise
+    except Exception as error:  # other people's code, as above
+        return f"inspect failed: {type(error).__name__}: {error}"
+    if seen.matches(wanted):
+        return None
+    return f"expected {wanted.text()}, the mover sees {seen.text()}"
+
+
+def _so_far(ledger: Ledger, grant: Grant) -> tuple[int, int, int]:
+    """Bytes moved, tokens of KV lost, and when the sources stopped, from the recorded steps."""
+    moved_bytes, kv_tokens_lost, quiesced_ns = 0, 0, 0
+    for stored in ledger.read(job=grant.job, operation=grant.operation):
+        event = stored.parsed()
+        if isinstance(event, ReallocationQuiesced):
+            kv_tokens_lost, quiesced_ns = event.kv_tokens_lost, stored.recorded_ns
+        elif isinstance(event, ReallocationTransferred):
+            moved_bytes = event.moved_bytes
+    return moved_bytes, kv_tokens_lost, quiesced_ns

@@ -1,0 +1,90 @@
+-- weight_syncs: one row for each delivery of a policy version to engines.
+CREATE TABLE IF NOT EXISTS weight_syncs (
+    position BIGINT,
+    job VARCHAR,
+    attempt VARCHAR,
+    operation VARCHAR,
+    status VARCHAR,
+    version BIGINT,
+    base_version BIGINT,
+    encoding VARCHAR,
+    targets VARCHAR[],
+    delivered BIGINT,
+    serving BIGINT,
+    differing BIGINT,
+    moved_bytes BIGINT,
+    full_bytes BIGINT,
+    sync_s DOUBLE,
+    stall_s DOUBLE,
+    source_root VARCHAR,
+    started_ns BIGINT,
+    closed_ns BIGINT,
+    reason VARCHAR
+);
+
+DELETE FROM weight_syncs WHERE (job, operation) IN (SELECT job, operation FROM touched);
+
+INSERT INTO weight_syncs
+WITH steps AS (
+    SELECT events.*
+    FROM events JOIN touched USING (job, operation)
+    WHERE type IN (
+        'WeightSyncStarted', 'WeightSyncDelivered', 'WeightSyncCommitted', 'WeightSyncFailed'
+    )
+),
+
+folded AS (
+    SELECT
+        job,
+        operation,
+        min(position) FILTER (WHERE type = 'WeightSyncStarted') AS position,
+        min(occurred_ns) FILTER (WHERE type = 'WeightSyncStarted') AS started_ns,
+        max(occurred_ns) FILTER (WHERE type IN ('WeightSyncCommitted', 'WeightSyncFailed'))
+            AS closed_ns,
+        any_value(body) FILTER (WHERE type = 'WeightSyncStarted') AS started,
+        any_value(body) FILTER (WHERE type = 'WeightSyncCommitted') AS committed,
+        any_value(body) FILTER (WHERE type = 'WeightSyncFailed') AS failed,
+        count(*) FILTER (WHERE type = 'WeightSyncDelivered') AS delivered,
+        count(*) FILTER (
+            WHERE type = 'WeightSyncDelivered' AND json_array_length(body -> '$.differing') > 0
+        ) AS differing,
+        sum(whole_at(body, '$.moved_bytes')) FILTER (WHERE type = 'WeightSyncDelivered')
+            AS moved_bytes,
+        sum(whole_at(body, '$.full_bytes')) FILTER (WHERE type = 'WeightSyncDelivered')
+            AS full_bytes,
+        max(number_at(body, '$.sync_s')) FILTER (WHERE type = 'WeightSyncDelivered') AS sync_s
+    FROM steps
+    GROUP BY job, operation
+)
+
+SELECT
+    position,
+    job,
+    started ->> '$.attempt',
+    operation,
+    CASE
+        WHEN committed IS NOT NULL THEN 'committed'
+        WHEN failed IS NOT NULL THEN 'failed'
+        ELSE 'started'
+    END,
+    whole_at(started, '$.version'),
+    whole_at(started, '$.base_version'),
+    started ->> '$.encoding',
+    list_at(started, '$.targets'),
+    delivered,
+    len(list_filter(
+        TRY_CAST(committed -> '$.outcomes' AS STRUCT(outcome VARCHAR)[]),
+        lambda target: target.outcome = 'serving'
+    )),
+    differing,
+    moved_bytes,
+    full_bytes,
+    sync_s,
+    number_at(committed, '$.stall_s'),
+    started ->> '$.source_root',
+    started_ns,
+    closed_ns,
+    failed ->> '$.reason'
+FROM folded
+WHERE started IS NOT NULL
+ORDER BY position;

@@ -1,0 +1,357 @@
+"""One handle's connections to the tables: transactions under the lock, and reads beside them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, TypeVar
+
+from shiftbook.ledger.canonical import leaf_hash
+from shiftbook.ledger.dialect import Connection, Dialect, abandon
+from shiftbook.ledger.errors import (
+    AppendInDoubt,
+    LedgerError,
+    LedgerUnreachable,
+    NewerLedger,
+    NotALedger,
+)
+from shiftbook.ledger.receipt import Head
+from shiftbook.ledger.tables import (
+    STORAGE_SCHEMA,
+    Statement,
+    Statements,
+    StoredRow,
+    one,
+    reading,
+)
+from shiftbook.ledger.transaction import KnownHead, Transaction
+
+READ_ROWS = 512
+"""Rows of one read; each read is a short transaction, so none holds a checkpoint up."""
+
+COMMIT_BYTES = 20_000
+"""What a commit of one event adds to the write-ahead log: some five pages of table and indexes."""
+
+T = TypeVar("T")
+
+
+class _Writing:
+    """The writing connection of a handle, closed under the lock whichever way it ends."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.pid = os.getpid()
+
+    def close(self, dialect: Dialect) -> None:
+        connection, self.connection = self.connection, None
+        if connection is None:
+            return
+        if os.getpid() != self.pid:
+            abandon(connection)
+            return
+        try:
+            dialect.lock()
+        except LedgerError:
+            # Without the lock, a close that checkpoints could meet another writer.
+            abandon(connection)
+            return
+        try:
+            if dialect.current(connection):
+                connection.close()
+            else:
+                abandon(connection)
+        finally:
+            dialect.unlock()
+
+
+class Store:
+    """One handle's connections to the table, and what it knows of the head."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        *,
+        create: bool,
+        read_only: bool,
+        writer: str,
+        actor: str,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self.dialect = dialect
+        self.read_only = read_only
+        self.writer = writer
+        self.actor = actor
+        self.statements = Statements(dialect)
+        self._known = KnownHead()
+        self._now_ns = now_ns
+        self._writing = _Writing()
+        # Also when the handle is only dropped, or the program ends without closing it.
+        weakref.finalize(self, self._writing.close, dialect)
+        self._pid = os.getpid()
+        self._in_doubt = False
+        self._reads: dict[tuple[bool, int, bool, bool], Statement] = {}
+        self._read_lock = threading.Lock()
+        self._reader: Connection | None = None
+        self._closed = False
+        if not dialect.exists():
+            if read_only or not create:
+                raise LedgerUnreachable(
+                    f"expected a ledger at {dialect.url}, found nothing; check the path"
+                )
+            dialect.create(self._build)
+        self._open_reader()
+        if not read_only:
+            dialect.lock()
+            try:
+                self._open_writer()
+            finally:
+                dialect.unlock()
+
+    # -- opening and closing ---------------------------------------------------------------
+
+    def _build(self, connection: Connection) -> None:
+        for text in Statements.create(self.dialect):
+            connection.execute(text)
+        connection.execute(self.statements.add_meta.text, ("storage_schema", str(STORAGE_SCHEMA)))
+
+    def _open_reader(self) -> None:
+        connection = self.dialect.reader()
+        try:
+            self._check(connection)
+        except BaseException:
+            connection.close()
+            raise
+        self._reader = connection
+
+    def _check(self, connection: Connection) -> None:
+        try:
+            if not self.dialect.is_ledger(connection):
+                raise NotALedger(
+                    f"expected a ledger at {self.dialect.url}, found another program's database; "
+                    "check the path"
+                )
+            row = one(connection, self.statements.schema)
+        except self.dialect.errors as error:
+            raise self.dialect.explain(error) from error
+        found = int(row[0]) if row and str(row[0]).isdigit() else -1
+        if found < 1:
+            raise NotALedger(
+                f"expected a storage schema from 1 to {STORAGE_SCHEMA} in {self.dialect.url}, "
+                f"found {row[0] if row else 'none'}; restore the ledger from a copy"
+            )
+        if found > STORAGE_SCHEMA:
+            raise NewerLedger(
+                f"expected storage schema {STORAGE_SCHEMA} or older in {self.dialect.url}, found "
+                f"{found}; install a newer Shiftbook"
+            )
+
+    def _open_writer(self) -> Connection:
+        """Open for writing, under the lock; after a commit in doubt, settle and verify first."""
+        connection = self.dialect.writer()
+        try:
+            if self._in_doubt:
+                self.dialect.settle(connection)
+                self._verify_head(connection)
+                self._in_doubt = False
+        except BaseException:
+            connection.close()
+            raise
+        self._writing.connection = connection
+        return connection
+
+    def _verify_head(self, connection: Connection) -> None:
+        """What stood before still stands, and the last bytes are whole."""
+        row = one(connection, self.statements.head)
+        size = row[0] + 1 if row else 0
+        if size < self._known.size:
+            raise NotALedger(
+                f"expected at least {self._known.size} events in {self.dialect.url}, found {size}; "
+                "events that were acknowledged are gone; stop writing and restore from a copy"
+            )
+        if row and leaf_hash(bytes(row[2])) != bytes(row[1]):
+            raise NotALedger(
+                f"expected event {size - 1} of {self.dialect.url} to match its hash, found other "
+                "bytes; stop writing and restore from a copy"
+            )
+
+    def close(self) -> None:
+        """Close both connections; the writing one under the lock, since closing checkpoints."""
+        self._closed = True
+        with self._read_lock:
+            if self._reader is not None:
+                self._reader.close()
+                self._reader = None
+        self._writing.close(self.dialect)
+
+    # -- writing ---------------------------------------------------------------------------
+
+    def transact(self, work: Callable[[Transaction], T]) -> T:
+        """Run ``work`` at the head under the append lock and commit what it staged.
+
+        Threads of one handle must not call this at the same time (see group_commit.py). Raises
+        LedgerUnreachable where nothing was written and AppendInDoubt where that is not known.
+        """
+        if self._closed:
+            raise LedgerUnreachable("expected an open ledger, found one that is closed")
+        if self.read_only:
+            raise LedgerUnreachable(
+                f"expected to write {self.dialect.url}, which was opened for reading only; "
+                "open it again without read_only"
+            )
+        if os.getpid() != self._pid:
+            raise LedgerUnreachable(
+                "expected a ledger opened by this process, found one inherited by a fork; "
+                "open it again after the fork"
+            )
+        self.dialect.lock()
+        try:
+            connection = self._writing.connection
+            if connection is not None and not self.dialect.current(connection):
+                abandon(connection)
+                connection = None
+            connection = connection or self._open_writer()
+            return self._transact(connection, work)
+        finally:
+            self.dialect.unlock()
+
+    def _transact(self, connection: Connection, work: Callable[[Transaction], T]) -> T:
+        try:
+            connection.execute(self.dialect.begin)
+            self._learn_head(connection)
+            transaction = Transaction(
+                connection,
+                self.statements,
+                self._known,
+                writer=self.writer,
+                actor=self.actor,
+                recorded_ns=self._now_ns(),
+            )
+            result = work(transaction)
+            written_bytes = transaction.write() if transaction.rows else 0
+        except self.dialect.errors as error:
+            self._roll_back(connection)
+            raise self.dialect.explain(error) from error
+        except BaseException:
+            self._roll_back(connection)
+            raise
+        if not transaction.rows:
+            self._roll_back(connection)
+            return result
+        try:
+            connection.execute("COMMIT")
+        except BaseException as error:
+            self._drop(connection)
+            if not isinstance(error, self.dialect.errors):
+                self._in_doubt = True
+                raise
+            explained = self.dialect.explain(error, committing=True)
+            self._in_doubt = isinstance(explained, AppendInDoubt)
+            raise explained from error
+        transaction.keep()
+        self.dialect.committed(connection, COMMIT_BYTES + 2 * written_bytes)
+        return result
+
+    def _learn_head(self, connection: Connection) -> None:
+        row = one(connection, self.statements.last)
+        size = 0 if row[0] is None else row[0] + 1
+        if size == self._known.size:
+            return
+        if size < self._known.size:
+            raise NotALedger(
+                f"expected at least {self._known.size} events in {self.dialect.url}, found {size}; "
+                "events that were acknowledged are gone; stop writing and restore from a copy"
+            )
+        # Another handle appended: what was known of jobs and writers is old.
+        self._known.moved_to(size)
+
+    def _roll_back(self, connection: Connection) -> None:
+        try:
+            connection.execute("ROLLBACK")
+        except self.dialect.errors:
+            # The database rolled back by itself, or the connection is broken; a new one tells.
+            self._drop(connection)
+
+    def _drop(self, connection: Connection) -> None:
+        """Give up a connection that failed; called under the lock."""
+        self._writing.connection = None
+        with contextlib.suppress(*self.dialect.errors):
+            connection.close()
+
+    # -- reading ---------------------------------------------------------------------------
+
+    def _ask(self, statement: Statement, **values: Any) -> list[Any]:
+        with self._read_lock:
+            if self._closed:
+                raise LedgerUnreachable("expected an open ledger, found one that is closed")
+            if self._reader is None or os.getpid() != self._pid:
+                raise LedgerUnreachable(
+                    "expected a ledger opened by this process, found one inherited by a fork; "
+                    "open it again after the fork"
+                )
+            try:
+                return list(
+                    self._reader.execute(statement.text, statement.bind(**values)).fetchall()
+                )
+            except self.dialect.errors as error:
+                raise self.dialect.explain(error) from error
+
+    def head(self) -> Head:
+        """Size and last leaf, as committed."""
+        rows = self._ask(self.statements.head)
+        return Head(rows[0][0] + 1, bytes(rows[0][1])) if rows else Head(0, None)
+
+    def jobs(self) -> list[str]:
+        """Names of all jobs, in the order of their first events."""
+        found: list[tuple[int, str]] = []
+        name = ""
+        while True:
+            # One seek for each job, where DISTINCT would read the whole index.
+            name = self._ask(self.statements.next_job, of=name)[0][0]
+            if name is None:
+                return [job for _, job in sorted(found)]
+            found.append((self._ask(self.statements.first_of_job, of=name)[0][0], name))
+
+    def rows(
+        self,
+        after: int,
+        until: int,
+        *,
+        job: str | None = None,
+        types: Collection[str] | None = None,
+        operation: str | None = None,
+        limit: int | None = None,
+        reverse: bool = False,
+    ) -> Iterator[StoredRow]:
+        """Rows with ``after < position <= until``, in order, read some at a time."""
+        names = sorted(set(types)) if types is not None else []
+        if types is not None and not names:
+            return
+        statement = self._reading(job is not None, len(names), operation is not None, reverse)
+        filters: dict[str, Any] = {"job": job, "operation": operation}
+        filters |= {f"type_{index}": name for index, name in enumerate(names)}
+        left = limit
+        while left is None or left > 0:
+            count = READ_ROWS if left is None else min(READ_ROWS, left)
+            filters |= {"after": after, "until": until, "count": count}
+            found = self._ask(statement, **filters)
+            for row in found:
+                yield StoredRow(row[0], row[1], row[2], bytes(row[3]), bytes(row[4]))
+            if len(found) < count:
+                return
+            if reverse:
+                until = found[-1][0] - 1
+            else:
+                after = found[-1][0]
+            left = None if left is None else left - len(found)
+
+    def _reading(self, job: bool, types: int, operation: bool, reverse: bool) -> Statement:
+        shape = (job, types, operation, reverse)
+        known = self._reads.get(shape)
+        if known is None:
+            known = self._reads[shape] = reading(
+                self.dialect, job=job, types=types, operation=operation, reverse=reverse
+            )
+        return known

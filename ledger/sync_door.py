@@ -1,0 +1,90 @@
+"""Commands of the gate on weight syncs, which go before moves that have not quiesced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shiftbook.ledger.canonical import encode, leaf_hash
+from shiftbook.ledger.doors import Door, abandon_unquiesced
+from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.errors import StaleGrant, SyncMustWait
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.events.sync import (
+    WeightSyncCommitted,
+    WeightSyncDelivered,
+    WeightSyncFailed,
+    WeightSyncStarted,
+)
+from shiftbook.ledger.lawful import lawful
+from shiftbook.ledger.receipt import Decision, Receipt
+from shiftbook.ledger.state import LedgerState
+
+
+class SyncDoor(Door):
+    """Begin a weight sync, record its deliveries, and end it."""
+
+    def begin_sync(
+        self, job: str, started: WeightSyncStarted, *, operation: str | None = None
+    ) -> str:
+        """Begin to deliver a policy version; give the operation's id (``sync-POSITION``).
+
+        A move that is proposed, or granted and not quiesced, is abandoned in the same decision.
+
+        Raise SyncMustWait while a move is quiesced or further, StaleGrant where the event's epoch
+        is not that of the current attempt.
+        """
+        names: list[str] = []
+
+        def decide(state: LedgerState) -> Decision | int:
+            current = state.job(job)
+            known = current.syncs.get(operation or "")
+            if known is not None:
+                names.append(known.operation)
+                return known.started_position
+            attempt = current.current_attempt()
+            if attempt is None or (started.attempt, started.epoch) != (
+                attempt.attempt,
+                attempt.epoch,
+            ):
+                now = f"{attempt.attempt} at epoch {attempt.epoch}" if attempt else "no attempt"
+                raise StaleGrant(
+                    f"weight sync of attempt {started.attempt} at epoch {started.epoch}; "
+                    f"current is {now}. The attempt that holds the standing grant syncs."
+                )
+            running = current.operation_running()
+            if running is not None and running.status != "granted":
+                raise SyncMustWait(running.operation, running.status)
+            version = started.version
+            drafts = abandon_unquiesced(current, f"weight sync of version {version} goes first")
+            names.append(operation or f"sync-{state.size + len(drafts)}")
+            return lawful(state, job, [*drafts, Draft(started, operation=names[-1])])
+
+        self._decide_or_repeat(lambda: started, decide)
+        return names[-1]
+
+    def sync_delivered(self, job: str, operation: str, event: WeightSyncDelivered) -> Receipt:
+        """Record that one engine holds the version."""
+        return self._sync_step(job, operation, event)
+
+    def sync_committed(self, job: str, operation: str, event: WeightSyncCommitted) -> Receipt:
+        """End a sync; an engine without the version does not serve."""
+        return self._sync_step(job, operation, event)
+
+    def sync_failed(self, job: str, operation: str, event: WeightSyncFailed) -> Receipt:
+        """End a sync that no engine took."""
+        return self._sync_step(job, operation, event)
+
+    def _sync_step(self, job: str, operation: str, event: Event) -> Receipt:
+        """Append a step of a sync, once: with the same content again it gives the first receipt."""
+        # An engine may take a version twice (the first came damaged), so the content is the key.
+        key = f"{operation}:{event.type_()}:{leaf_hash(encode(event.plain())).hex()[:32]}"
+
+        def decide(state: LedgerState) -> Decision | int:
+            known = state.job(job).syncs.get(operation)
+            if known is not None and known.ended_position >= 0:
+                return known.ended_position
+            cause = known.started_position if known is not None else None
+            drafts = [Draft(event, operation=operation, cause=cause)]
+            return replace(lawful(state, job, drafts), key=key)
+
+        return self._decide_or_repeat(lambda: event, decide)

@@ -1,0 +1,186 @@
+"""The tables of a store and every statement on them, in SQLAlchemy Core, compiled once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shiftbook.ledger.dialect import Connection, Dialect
+from shiftbook.ledger.envelope import StoredEvent, unseal
+from shiftbook.ledger.errors import InvalidEvent
+from sqlalchemy import (
+    BigInteger,
+    BindParameter,
+    Column,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+    bindparam,
+    func,
+    insert,
+    or_,
+    select,
+)
+from sqlalchemy.schema import CreateIndex, CreateTable
+from sqlalchemy.sql import ClauseElement
+
+STORAGE_SCHEMA = 1
+"""Version of the tables below; a ledger with a higher one is refused."""
+
+INSERT_ROWS = 50
+"""Rows of one INSERT of a large batch; a statement for each row costs a third more."""
+
+METADATA = MetaData()
+_Integer = BigInteger().with_variant(Integer, "sqlite")
+
+EVENTS = Table(
+    "events",
+    METADATA,
+    Column("position", _Integer, primary_key=True, autoincrement=False),
+    Column("job", Text, nullable=False),
+    Column("version", _Integer, nullable=False),
+    Column("type", Text, nullable=False),
+    Column("schema", Integer, nullable=False),
+    Column("operation", Text),
+    Column("key", Text),
+    Column("writer", Text, nullable=False),
+    Column("sequence", _Integer, nullable=False),
+    Column("recorded_ns", _Integer, nullable=False),
+    Column("data", LargeBinary, nullable=False),
+    Column("leaf", LargeBinary, nullable=False),
+    UniqueConstraint("job", "version", name="events_job_version"),
+    UniqueConstraint("writer", "sequence", name="events_writer_sequence"),
+)
+_e = EVENTS.c
+Index(
+    "events_job_key",
+    _e.job,
+    _e.key,
+    sqlite_where=_e.key.is_not(None),
+    postgresql_where=_e.key.is_not(None),
+)
+Index(
+    "events_operation",
+    _e.operation,
+    sqlite_where=_e.operation.is_not(None),
+    postgresql_where=_e.operation.is_not(None),
+)
+Index("events_job_position", _e.job, _e.position)
+
+META = Table(
+    "meta",
+    METADATA,
+    Column("name", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+
+
+class Statement:
+    """A Core statement compiled once; the driver keeps it prepared by its text."""
+
+    __slots__ = ("_constants", "names", "text")
+
+    def __init__(self, dialect: Dialect, clause: ClauseElement) -> None:
+        compiled = clause.compile(dialect=dialect.sql)
+        self.text = str(compiled)
+        self.names: tuple[str, ...] = tuple(getattr(compiled, "positiontup", None) or ())
+        self._constants: dict[str, Any] = dict(compiled.params)
+
+    def bind(self, **values: Any) -> tuple[Any, ...]:
+        """Parameters in the order in which the text has them; constants fill themselves in."""
+        known = {**self._constants, **values}
+        return tuple(known[name] for name in self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRow:
+    """An event as the columns have it, nothing parsed and nothing checked."""
+
+    position: int
+    job: str
+    version: int
+    data: bytes
+    leaf: bytes
+
+    def event(self) -> StoredEvent:
+        """Parse the bytes; raise InvalidEvent where they are no event.
+
+        ``leaf`` is the stored one; that it belongs to the bytes is the verifier's to check.
+        """
+        try:
+            return unseal(self.data, self.leaf)
+        except InvalidEvent as error:
+            raise InvalidEvent(f"position {self.position}: {error}") from error
+
+
+def _many_rows() -> list[dict[str, Any]]:
+    return [
+        {column.name: bindparam(f"{column.name}_{row}") for column in EVENTS.columns}
+        for row in range(INSERT_ROWS)
+    ]
+
+
+def one(connection: Connection, statement: Statement, **values: Any) -> Any:
+    """First row of a statement's result, None where there is none."""
+    return connection.execute(statement.text, statement.bind(**values)).fetchone()
+
+
+class Statements:
+    """Every statement that appends and looks up."""
+
+    def __init__(self, dialect: Dialect) -> None:
+        def make(clause: ClauseElement) -> Statement:
+            return Statement(dialect, clause)
+
+        job: BindParameter[str] = bindparam("job")
+        key: BindParameter[str] = bindparam("key")
+        of: BindParameter[str] = bindparam("of")
+        self.insert = make(insert(EVENTS))
+        self.insert_many = make(insert(EVENTS).values(_many_rows()))
+        self.head = make(
+            select(_e.position, _e.leaf, _e.data).order_by(_e.position.desc()).limit(1)
+        )
+        self.last = make(select(func.max(_e.position)))
+        self.version = make(select(func.max(_e.version)).where(_e.job == of))
+        self.sequence = make(select(func.max(_e.sequence)).where(_e.writer == of))
+        self.keyed = make(
+            select(_e.position, _e.version, _e.data)
+            .where(_e.job == job, _e.key == key)
+            .order_by(_e.position)
+        )
+        self.next_job = make(select(func.min(_e.job)).where(_e.job > of))
+        self.first_of_job = make(select(_e.position).where(_e.job == of, _e.version == 0))
+        self.schema = make(select(META.c.value).where(META.c.name == "storage_schema"))
+        self.add_meta = make(insert(META))
+
+    @staticmethod
+    def create(dialect: Dialect) -> list[str]:
+        """Statements that make the tables, indexes and triggers."""
+        texts = []
+        for table in (EVENTS, META):
+            texts.append(str(CreateTable(table).compile(dialect=dialect.sql)))
+            for index in sorted(table.indexes, key=lambda index: str(index.name)):
+                texts.append(str(CreateIndex(index).compile(dialect=dialect.sql)))
+        return [*texts, *dialect.triggers()]
+
+
+def reading(
+    dialect: Dialect, *, job: bool, types: int, operation: bool, reverse: bool
+) -> Statement:
+    """Statement that reads a stretch of events through the given number of filters."""
+    clause = select(_e.position, _e.job, _e.version, _e.data, _e.leaf).where(
+        _e.position > bindparam("after"), _e.position <= bindparam("until")
+    )
+    if job:
+        clause = clause.where(_e.job == bindparam("job"))
+    if types:
+        names: list[BindParameter[str]] = [bindparam(f"type_{index}") for index in range(types)]
+        clause = clause.where(or_(*(_e.type == name for name in names)))
+    if operation:
+        clause = clause.where(_e.operation == bindparam("operation"))
+    order = _e.position.desc() if reverse else _e.position
+    return Statement(dialect, clause.order_by(order).limit(bindparam("count")))

@@ -1,0 +1,207 @@
+"""What one holder of the append lock sees and adds: versions, sequences, keys, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from shiftbook.ledger.canonical import decode, encode, leaf_hash
+from shiftbook.ledger.dialect import Connection
+from shiftbook.ledger.envelope import serialise
+from shiftbook.ledger.errors import IdempotencyConflict, InvalidEvent, VersionConflict
+from shiftbook.ledger.group_commit import Item, Request
+from shiftbook.ledger.receipt import Receipt
+from shiftbook.ledger.tables import INSERT_ROWS, Statement, Statements, one
+
+Row = tuple[Any, ...]
+"""One event in the order of the table's columns."""
+
+_POSITION, _VERSION, _DATA = 0, 2, 10
+
+
+@dataclass
+class KnownHead:
+    """What a handle knows of the ledger's end; old as soon as another handle appends."""
+
+    size: int = 0
+    versions: dict[str, int] = field(default_factory=dict)
+    """Version of the last event, by job."""
+    sequences: dict[str, int] = field(default_factory=dict)
+    """Sequence of the last event, by writer."""
+
+    def moved_to(self, size: int) -> None:
+        """Forget jobs and writers: somebody else appended."""
+        self.size = size
+        self.versions.clear()
+        self.sequences.clear()
+
+
+class Transaction:
+    """Stages events behind the head; nothing stands before the commit."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        statements: Statements,
+        known: KnownHead,
+        *,
+        writer: str,
+        actor: str,
+        recorded_ns: int,
+    ) -> None:
+        self._connection = connection
+        self._statements = statements
+        self._known = known
+        self._writer = writer
+        self._actor = actor
+        self._recorded_ns = recorded_ns
+        self.size = known.size
+        self.rows: list[Row] = []
+        self._versions: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
+        self._keys: dict[tuple[str, str], list[Row]] = {}
+
+    def append(self, request: Request) -> Receipt:
+        """Give a request's events their places, or raise why they have none.
+
+        Raises IdempotencyConflict, VersionConflict or InvalidEvent; then nothing is staged.
+        """
+        job, key = request.job, request.key
+        if key is not None:
+            earlier = self._earlier(job, key)
+            if earlier:
+                return _same(job, key, earlier, request.items)
+        version = self.version(job)
+        if request.expected_version is not None and request.expected_version != version:
+            raise VersionConflict(job, request.expected_version, version)
+        rows: list[Row] = []
+        sequences: dict[str, int] = {}
+        position, recorded_ns, actor = self.size, self._recorded_ns, self._actor
+        for event, operation, cause, occurred_ns, own_writer, own_sequence in request.items:
+            writer = own_writer or self._writer
+            last = sequences.get(writer)
+            sequence = (self.sequence(writer) if last is None else last) + 1
+            if own_sequence is not None and own_sequence != sequence:
+                raise InvalidEvent(
+                    f"writer {writer!r}: expected sequence {sequence}, found {own_sequence}; "
+                    "append what this writer recorded in order, each once"
+                )
+            sequences[writer] = sequence
+            version += 1
+            data = serialise(
+                event,
+                operation,
+                cause,
+                occurred_ns,
+                position,
+                job,
+                version,
+                recorded_ns,
+                writer,
+                sequence,
+                actor,
+                key,
+            )
+            rows.append(
+                (
+                    position,
+                    job,
+                    version,
+                    event.type_(),
+                    event.schema_,
+                    operation,
+                    key,
+                    writer,
+                    sequence,
+                    recorded_ns,
+                    data,
+                    leaf_hash(data),
+                )
+            )
+            position += 1
+        self.rows += rows
+        self.size = position
+        self._versions[job] = version
+        self._sequences.update(sequences)
+        if key is not None:
+            self._keys[job, key] = rows
+        return Receipt(job, rows[0][_POSITION], position - 1, rows[0][_VERSION], version)
+
+    def version(self, job: str) -> int:
+        """Version of a job's last event, -1 where it has none."""
+        return self._last(self._versions, self._known.versions, self._statements.version, job)
+
+    def sequence(self, writer: str) -> int:
+        """Sequence of a writer's last event, -1 where it has none."""
+        return self._last(self._sequences, self._known.sequences, self._statements.sequence, writer)
+
+    def _last(
+        self, own: dict[str, int], known: dict[str, int], statement: Statement, of: str
+    ) -> int:
+        found = own.get(of)
+        if found is None:
+            found = known.get(of)
+        if found is None:
+            found = one(self._connection, statement, of=of)[0]
+            found = known[of] = -1 if found is None else int(found)
+        return found
+
+    def _earlier(self, job: str, key: str) -> list[tuple[int, int, bytes]]:
+        staged = self._keys.get((job, key))
+        if staged:
+            return [(row[_POSITION], row[_VERSION], row[_DATA]) for row in staged]
+        keyed = self._statements.keyed
+        rows = self._connection.execute(keyed.text, keyed.bind(job=job, key=key)).fetchall()
+        return [(row[0], row[1], bytes(row[2])) for row in rows]
+
+    def write(self) -> int:
+        """Insert what was staged; return its bytes."""
+        rows, single, many = self.rows, self._statements.insert, self._statements.insert_many
+        whole = len(rows) - len(rows) % INSERT_ROWS
+        for start in range(0, whole, INSERT_ROWS):
+            values = chain.from_iterable(rows[start : start + INSERT_ROWS])
+            self._connection.execute(many.text, tuple(values))
+        for row in rows[whole:]:
+            self._connection.execute(single.text, row)
+        return sum(len(row[_DATA]) for row in rows)
+
+    def keep(self) -> None:
+        """After the commit: what was staged is known from now on."""
+        self._known.size = self.size
+        self._known.versions.update(self._versions)
+        self._known.sequences.update(self._sequences)
+
+
+def _content(items: Sequence[Item]) -> list[tuple[str, str | None, bytes]]:
+    return [(item[0].type_(), item[1], encode(item[0].plain())) for item in items]
+
+
+def _told(content: Sequence[tuple[str, str | None, bytes]], other: Sequence[Any]) -> str:
+    """Name a batch by the first event in which it differs from another."""
+    for index, item in enumerate(content):
+        if index >= len(other) or other[index] != item:
+            type_, operation, body = item
+            of = f" of operation {operation}" if operation else ""
+            text = body.decode()
+            shown = text if len(text) <= 200 else text[:200] + "…"
+            return f"{len(content)} event(s), number {index + 1} being {type_}{of} {shown}"
+    return f"{len(content)} event(s)"
+
+
+def _same(
+    job: str, key: str, earlier: Sequence[tuple[int, int, bytes]], items: Sequence[Item]
+) -> Receipt:
+    """Receipt of the batch that used the key first; IdempotencyConflict for other content."""
+    stored = []
+    for _, _, data in earlier:
+        value = decode(data)
+        stored.append((value["type"], value.get("operation"), encode(value["body"])))
+    offered = _content(items)
+    if stored != offered:
+        raise IdempotencyConflict(
+            job, key, _told(stored, offered), _told(offered, stored), earlier[0][0]
+        )
+    (first, first_version, _), (last, last_version, _) = earlier[0], earlier[-1]
+    return Receipt(job, first, last, first_version, last_version, repeated=True)

@@ -1,0 +1,174 @@
+"""Channels carry the work between components, where the scheduler can see it and nothing is lost.
+
+A channel knows what waits, what was handed to whom, and what was answered. What a worker owes is
+what was handed to it and neither answered nor given back, so it can be derived at any moment, also
+when the worker dies before it could say anything. Execution is at least once; an answer counts
+only when its worker owes it, so consumption is exactly once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shiftbook.scheduler.routing import TurnQueue
+
+Worker = tuple[str, str]
+"""(replica, incarnation)."""
+
+
+@dataclass
+class Work:
+    """A piece of work and how urgent it is."""
+
+    key: Hashable
+    item: Any
+    lane: int = 0
+    """Part of the channel that it belongs to; a virtual rank for the trainer's."""
+    tool_calls_done: int = 0
+    cached_tokens: int = 0
+
+
+@dataclass
+class Counts:
+    """Cumulative counts of one channel; seconds on the monotonic clock."""
+
+    put: int = 0
+    handed: int = 0
+    answered: int = 0
+    returned: int = 0
+    duplicates: int = 0
+    last_answer_s: float = 0.0
+
+
+@dataclass
+class Channel:
+    """Work on its way from one component to another."""
+
+    source: str
+    target: str
+    counts: Counts = field(default_factory=Counts)
+    _lanes: dict[int, TurnQueue] = field(default_factory=dict)
+    _owed: dict[Worker, dict[Hashable, Work]] = field(default_factory=dict)
+
+    @property
+    def depth(self) -> int:
+        """Pieces that wait for a worker."""
+        return sum(len(queue) for queue in self._lanes.values())
+
+    def put(self, work: Work) -> None:
+        """Add a piece of work."""
+        self.counts.put += 1
+        self._enqueue(work)
+
+    def _enqueue(self, work: Work) -> None:
+        queue = self._lanes.get(work.lane)
+        if queue is None:
+            queue = self._lanes[work.lane] = TurnQueue()
+        queue.put(
+            work.key,
+            work,
+            tool_calls_done=work.tool_calls_done,
+            cached_tokens=work.cached_tokens,
+            now_s=time.monotonic(),
+        )
+
+    def take(self, worker: Worker, limit: int, lanes: Collection[int] | None = None) -> list[Work]:
+        """Hand up to ``limit`` pieces to a worker, the most urgent first."""
+        now_s = time.monotonic()
+        taken: list[Work] = []
+        for lane in sorted(self._lanes if lanes is None else lanes):
+            queue = self._lanes.get(lane)
+            if queue is not None and len(taken) < limit:
+                taken += [work for _, work in queue.take(limit - len(taken), now_s)]
+        owed = self._owed.setdefault(worker, {})
+        for work in taken:
+            owed[work.key] = work
+        self.counts.handed += len(taken)
+        return taken
+
+    def answer(self, worker: Worker, key: Hashable) -> Work | None:
+        """Count an answer; None when this worker does not owe it (any more)."""
+        work = self._owed.get(worker, {}).pop(key, None)
+        if work is None:
+            self.counts.duplicates += 1
+            return None
+        self.counts.answered += 1
+        self.counts.last_answer_s = time.monotonic()
+        return work
+
+    def give_back(self, worker: Worker, items: Iterable[tuple[Hashable, Any]]) -> list[Hashable]:
+        """Take work back from a worker, as it stands now; only what it owes."""
+        owed = self._owed.get(worker, {})
+        returned: list[Hashable] = []
+        for key, item in items:
+            work = owed.pop(key, None)
+            if work is not None:
+                work.item = item
+                self._enqueue(work)
+                returned.append(key)
+        self.counts.returned += len(returned)
+        return returned
+
+    def lose(self, worker: Worker) -> list[Hashable]:
+        """A worker is gone: what it owed waits again, as it was handed to it."""
+        owed = self._owed.pop(worker, {})
+        for work in owed.values():
+            self._enqueue(work)
+        self.counts.returned += len(owed)
+        return list(owed)
+
+    def owed(self, worker: Worker) -> list[Hashable]:
+        """Keys that a worker owes."""
+        return list(self._owed.get(worker, {}))
+
+    def in_hand(self, replica: str | None = None) -> int:
+        """Pieces handed out and not answered, of one replica or of all."""
+        return sum(
+            len(owed) for (name, _), owed in self._owed.items() if replica in (None, name)
+        )
+
+    def clear(self) -> None:
+        """Forget everything that waits or is owed (a new attempt begins)."""
+        self._lanes.clear()
+        self._owed.clear()
+
+
+class Exchange:
+    """All channels of a job, and who may be fed from them; safe to use from several threads."""
+
+    def __init__(self, channels: Iterable[Channel]) -> None:
+        self.by_target = {channel.target: channel for channel in channels}
+        self.lock = threading.RLock()
+        self._held: set[str] = set()
+
+    def hold(self, replica: str) -> None:
+        """Stop handing work to a replica."""
+        with self.lock:
+            self._held.add(replica)
+
+    def feed(self, replica: str) -> None:
+        """Hand work to a replica again."""
+        with self.lock:
+            self._held.discard(replica)
+
+    def is_held(self, replica: str) -> bool:
+        """True while a replica gets nothing."""
+        return replica in self._held
+
+    def take(
+        self, component: str, worker: Worker, limit: int, lanes: Collection[int] | None
+    ) -> list[Work]:
+        """Hand work to a worker of a component, unless it is held."""
+        with self.lock:
+            if worker[0] in self._held:
+                return []
+            return self.by_target[component].take(worker, limit, lanes)
+
+    def edges(self) -> dict[tuple[str, str], int]:
+        """Answered pieces by (source, target): the pipeline as its traffic shows it."""
+        with self.lock:
+            return {(c.source, c.target): c.counts.answered for c in self.by_target.values()}

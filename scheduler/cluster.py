@@ -1,0 +1,260 @@
+"""The Ray cluster as a process of its own: start a head, connect within a bound, stop it.
+
+A cluster that ``ray.init()`` starts dies with its driver, and with it every actor. Here the head is
+started on its own, so the training loop, the worker groups and the controller outlive whoever
+started them, and each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shiftbook.ledger.errors import MissingExtra
+from shiftbook.scheduler.errors import ClusterError
+
+NAMESPACE = "shiftbook"
+SLOT_RESOURCE = "shiftbook_slot"
+NODE_PREFIX = "shiftbook_node_"
+CONNECT_LIMIT_S = 20.0
+START_LIMIT_S = 60.0
+OBJECT_STORE_BYTES = 256 * 2**20
+
+# One thread everywhere: two threads add in another order than one, and the bits differ.
+ONE_THREAD = {
+    name: "1"
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+}
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """Where a running cluster is: address, the file of its token, its folder, its head's pids."""
+
+    address: str
+    token_path: str
+    temp_dir: str
+    slots: int
+
+    def save(self, path: Path) -> None:
+        """Write beside the ledger; the token itself stays in its own file."""
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Path) -> ClusterFile:
+        """Read; ClusterError where there is none."""
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError) as error:
+            raise ClusterError(
+                f"expected the address of a running cluster in {path}, found none ({error}); "
+                "start the job again, or pass the address of its cluster"
+            ) from error
+
+
+def cluster_path(ledger_file: Path) -> Path:
+    """The file beside a ledger that says where its cluster is."""
+    return ledger_file.with_name(ledger_file.name + ".cluster.json")
+
+
+def import_ray() -> Any:
+    """Import Ray, or say which extra brings it."""
+    # Ray reads these once, at import.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token_file()))
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    try:
+        import ray
+    except ModuleNotFoundError as error:
+        raise MissingExtra("job", "ray") from error
+    return ray
+
+
+def token_file() -> Path:
+    """The file of the token that this user's clusters ask for, made at the first use.
+
+    One file for all of a user's clusters: Ray reads its token once in the life of a process.
+    """
+    path = Path.home() / ".cache" / "shiftbook" / "ray-token"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fresh = path.with_name(f"{path.name}.{os.getpid()}")
+        fresh.touch(mode=0o600)
+        fresh.write_text(secrets.token_hex(32), encoding="utf-8")
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh, path)  # the first of several that start at once wins
+        fresh.unlink()
+    return path
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment(token_path: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        **ONE_THREAD,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_enable_metrics_collection": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DISABLE_IMPORT_WARNING": "1",
+        # A job that dies must not take the actors of others along, and a lost raylet must be
+        # noticed before a step's time limit.
+        "RAY_health_check_initial_delay_ms": "500",
+        "RAY_health_check_period_ms": "300",
+        "RAY_health_check_timeout_ms": "1000",
+        "RAY_health_check_failure_threshold": "3",
+    }
+
+
+def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
+    """Start a head with ``slots`` slots on this machine and wait until it answers.
+
+    Raises ClusterError with the end of Ray's own output when it does not come up.
+    """
+    import_ray()
+    temp_dir = Path(tempfile.mkdtemp(prefix="sb-", dir="/tmp"))
+    token_path = token_file()
+    port = _free_port()
+    resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{node}": 1}
+    command = [
+        str(Path(sys.executable).with_name("ray")),
+        "start",
+        "--head",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+        "--include-dashboard=false",
+        f"--num-cpus={max(slots, 2) + 8}",
+        "--num-gpus=0",
+        f"--resources={json.dumps(resources)}",
+        f"--temp-dir={temp_dir / 'ray'}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+    ]
+    if not Path(command[0]).exists():
+        command[:1] = [sys.executable, "-m", "ray.scripts.scripts"]
+    try:
+        done = subprocess.run(
+            command,
+            env=_environment(token_path),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=START_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(
+            f"expected a Ray head within {START_LIMIT_S:.0f} s, found none; "
+            "free some memory, or stop other clusters with `ray stop`"
+        ) from error
+    if done.returncode != 0:
+        tail = done.stdout.decode(errors="replace").strip().splitlines()[-3:]
+        raise ClusterError(f"the Ray head did not start: {' / '.join(tail)}")
+    return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
+
+
+def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:
+    """Connect this process to a running cluster; returns the ray module.
+
+    Ray itself retries for minutes when a head is gone, so the port is tried first, with a limit.
+    """
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = cluster.token_path
+    ray = import_ray()
+    if ray.is_initialized():
+        return ray
+    host, port = cluster.address.rsplit(":", 1)
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1.0).close()
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"expected a Ray head at {cluster.address}, found none within "
+                    f"{limit_s:.0f} s ({error}); start the job again"
+                ) from error
+            # A head that is coming up refuses at once; this bounds the rate of asking.
+            select_wait_s = 0.1
+            time.sleep(select_wait_s)
+    ray.init(
+        address=cluster.address,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level="ERROR",
+        configure_logging=True,
+    )
+    return ray
+
+
+def stop_head(cluster: ClusterFile, *, limit_s: float = 10.0) -> None:
+    """Stop every process of this cluster, and of no other, and remove its folder."""
+    with contextlib.suppress(MissingExtra):
+        ray = import_ray()
+        if ray.is_initialized():
+            ray.shutdown()
+    pids = list(_processes(cluster))
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + (limit_s if number == signal.SIGTERM else 2.0)
+        while time.monotonic() < deadline and any(_alive(pid) for pid in pids):
+            time.sleep(0.05)
+        if not any(_alive(pid) for pid in pids):
+            break
+    shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return state.rsplit(")", 1)[-1].split()[0] != "Z"
+
+
+def _processes(cluster: ClusterFile) -> Iterator[int]:
+    """Processes whose environment or command line names this cluster's folder."""
+    needle = cluster.temp_dir.encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if needle in text and _started_by_ray(entry):
+            yield int(entry.name)
+
+
+def _started_by_ray(entry: Path) -> bool:
+    """True for Ray's own processes and workers, not for a driver that only connected."""
+    try:
+        command = (entry / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"ray" in command

@@ -1,0 +1,78 @@
+"""A job's records, in order, from a thread of their own, so that the training does not wait."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from time import time_ns
+
+from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.spool import SpoolingWriter
+from shiftbook.scheduler.writer import WriterClient
+
+Drafts = Sequence[Draft] | Callable[[], Sequence[Draft]]
+
+
+class Recording:
+    """Appends through the cluster's writer; spools to local disk while it cannot be reached."""
+
+    def __init__(self, ledger_url: str, job: str, ledger_file: Path) -> None:
+        self._job = job
+        self._client = WriterClient(ledger_url)
+        self._writer = SpoolingWriter(
+            self._client.append, ledger_file.with_name(ledger_file.name + ".spool")
+        )
+        self._queue: queue.SimpleQueue[tuple[Drafts, str] | threading.Event] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        threading.Thread(target=self._write, daemon=True).start()
+
+    @property
+    def spooling(self) -> bool:
+        """True while records go to the spool."""
+        return self._writer.waiting > 0
+
+    def later(self, drafts: Drafts, *, key: str | None = None) -> None:
+        """Queue records; a callable makes them in the writing thread."""
+        self._raise()
+        if not callable(drafts):
+            drafts = _dated(drafts)
+        self._queue.put((drafts, key or uuid.uuid4().hex))
+
+    def now(self, drafts: Drafts, *, key: str | None = None) -> None:
+        """Queue records and wait until they and all before them are durable."""
+        self.later(drafts, key=key)
+        self.flush()
+
+    def flush(self) -> None:
+        """Wait until everything queued so far is durable, in the ledger or in the spool."""
+        reached = threading.Event()
+        self._queue.put(reached)
+        reached.wait()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _write(self) -> None:
+        while True:
+            entry = self._queue.get()
+            if isinstance(entry, threading.Event):
+                entry.set()
+                continue
+            drafts, key = entry
+            try:
+                made = _dated(drafts()) if callable(drafts) else drafts
+                self._writer.record(self._job, made, key)
+            except BaseException as error:  # told to the training thread at its next record
+                self._error = error
+
+
+def _dated(drafts: Sequence[Draft]) -> list[Draft]:
+    """Records carry the time at which they happened, not that of the append."""
+    now_ns = time_ns()
+    return [d if d.occurred_ns is not None else replace(d, occurred_ns=now_ns) for d in drafts]

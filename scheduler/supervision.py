@@ -1,0 +1,196 @@
+"""Keeps the processes of a job as its topology says, under the attempt's standing grant.
+
+Bringing up, tearing down and repairing are one act: look at what every process holds, and change
+what differs from the topology. It is used when an attempt starts, when a process died, and by
+recovery after a move was undone or finished.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.topology import Topology
+from shiftbook.scheduler.errors import WorkerLost
+from shiftbook.scheduler.fleet import Fleet, topology_of
+from shiftbook.scheduler.workers.component import Layout, Loaded
+from shiftbook.scheduler.workers.host import Assignment
+
+RESTART_LIMIT_S = 60.0
+"""How long a process that died may take to be there again."""
+LOOK_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A replica that was brought up, and what it holds."""
+
+    component: str
+    replica: str
+    status: dict[str, Any]
+    loaded: Loaded
+    start_s: float
+
+
+class Supervisor:
+    """Makes the processes match a topology.
+
+    ``payload`` gives what a component is restored from; ``resharded`` names the components whose
+    replicas hold parts of one state, so that they are restored together or not at all.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        assignment: Assignment,
+        payload: Callable[[str], dict[str, Any]],
+        resharded: frozenset[str] = frozenset({"trainer"}),
+    ) -> None:
+        self.fleet = fleet
+        self.assignment = assignment
+        self._payload = payload
+        self._resharded = resharded
+        self._lock = threading.Lock()
+        self._generation = 0
+
+    def wanted(self, topology: Topology) -> dict[str, Layout]:
+        """Layout of every replica that must work: those of the topology, and those without a
+        device."""
+        wanted: dict[str, Layout] = {}
+        for component, replicas in topology.components.items():
+            for rank, replica in enumerate(replicas):
+                wanted[replica.name] = Layout(rank, len(replicas), "")
+        for host in self.fleet.hosts.values():
+            if host.device is None:
+                wanted[host.replica] = Layout(0, 1, "")
+        return wanted
+
+    def living(self, limit_s: float = RESTART_LIMIT_S) -> dict[str, dict[str, Any]]:
+        """Status of every process, all attached; waits for those that are being restarted."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            statuses = self.fleet.statuses()
+            lost = [replica for replica, status in statuses.items() if status is None]
+            if not lost:
+                break
+            if time.monotonic() > deadline:
+                raise WorkerLost(
+                    f"expected {', '.join(lost)} within {limit_s:.0f} s, found no process; "
+                    "look at the node that it ran on"
+                )
+            threading.Event().wait(LOOK_AGAIN_S)
+        strangers = [
+            replica
+            for replica, status in statuses.items()
+            if status is not None and status["job"] != self.assignment.job
+        ]
+        if strangers:
+            self.fleet.each(strangers, "attach", self.assignment, limit_s=limit_s)
+            return self.living(limit_s)
+        return {replica: status for replica, status in statuses.items() if status is not None}
+
+    def repair(
+        self,
+        topology: Topology,
+        grant: Grant,
+        *,
+        fresh: bool = False,
+        anew: frozenset[str] = frozenset(),
+    ) -> list[Brought]:
+        """Change what differs; returns the replicas that were brought up, in their order.
+
+        ``fresh`` drops everything first, as a new attempt must: nobody knows what the processes
+        of the attempt before hold. ``anew`` names components whose state is in doubt.
+        """
+        with self._lock:
+            self._generation += 1
+            statuses = self.living()
+            wanted = self.wanted(topology)
+            stopped = [r for r in wanted if not fresh and statuses[r]["state"] == "quiesced"]
+            if stopped:
+                # Left behind by a move that was closed under its controller: they go on as before.
+                self.fleet.each(stopped, "undo", grant)
+                statuses = self.living()
+            leaving = [
+                replica
+                for replica, status in statuses.items()
+                if _holds_something(status) and (fresh or replica not in wanted)
+            ]
+            broken = self._broken(statuses, wanted) if not fresh else set(wanted)
+            broken |= {r for r in wanted if self.fleet.hosts[r].component in anew}
+            leaving += [r for r in broken if _holds_something(statuses[r]) and r not in leaving]
+            if leaving:
+                self.fleet.each(leaving, "drop", grant)
+            if not broken:
+                return []
+            return self._bring_up({r: wanted[r] for r in wanted if r in broken}, grant)
+
+    def _broken(
+        self, statuses: Mapping[str, dict[str, Any]], wanted: Mapping[str, Layout]
+    ) -> set[str]:
+        """Wanted replicas that do not work, with all those that share their state."""
+        broken = {
+            replica
+            for replica, layout in wanted.items()
+            if statuses[replica]["state"] != "active"
+            or statuses[replica]["prepared"]
+            or not _same_place(statuses[replica]["layout"], layout, self._shared(replica))
+        }
+        for component in self._resharded:
+            ranks = {r for r in wanted if self.fleet.hosts[r].component == component}
+            generations = {
+                statuses[r]["layout"].generation for r in ranks if statuses[r]["layout"] is not None
+            }
+            if ranks & broken or len(generations) > 1:
+                broken |= ranks
+        return broken
+
+    def _shared(self, replica: str) -> bool:
+        return self.fleet.hosts[replica].component in self._resharded
+
+    def _bring_up(self, layouts: Mapping[str, Layout], grant: Grant) -> list[Brought]:
+        began_s = time.monotonic()
+        generation = f"{grant.operation}.{self._generation}.{time.monotonic_ns()}"
+        payloads = {
+            component: self._payload(component)
+            for component in {self.fleet.hosts[r].component for r in layouts}
+        }
+        self.fleet.gather(
+            {
+                r: self.fleet.send(
+                    r, "place", grant, Layout(layout.rank, layout.world, generation)
+                )
+                for r, layout in layouts.items()
+            }
+        )
+        loaded: dict[str, Loaded] = self.fleet.gather(
+            {
+                r: self.fleet.send(r, "restore", grant, payloads[self.fleet.hosts[r].component])
+                for r in layouts
+            }
+        )
+        statuses = self.fleet.each(layouts, "resume", grant)
+        took_s = time.monotonic() - began_s
+        return [
+            Brought(self.fleet.hosts[r].component, r, statuses[r], loaded[r], took_s)
+            for r in layouts
+        ]
+
+    def inspect(self, components: tuple[str, ...]) -> Topology:
+        """Topology as the processes stand."""
+        return topology_of(self.fleet.statuses(), components, self.assignment.job)
+
+
+def _holds_something(status: Mapping[str, Any]) -> bool:
+    return bool(status["state"] != "idle" or status["prepared"] or status["resident_bytes"])
+
+
+def _same_place(found: Layout | None, wanted: Layout, shared: bool) -> bool:
+    """Ranks matter only to components whose replicas share one state."""
+    if found is None:
+        return False
+    return not shared or (found.rank, found.world) == (wanted.rank, wanted.world)

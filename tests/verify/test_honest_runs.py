@@ -1,0 +1,307 @@
+"""Goal: honest runs are never accused, and every required invariant is really checked.
+
+Method: the synthetic honest run, and legal variants of it (stale samples inside the bound, epochs
+per batch, skipped updates, reference refresh, warm start, unknown events, a live job, several
+jobs, replays in distribution only), are written through a real ledger and judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from honest_run import (
+    DEVICES,
+    JOB,
+    MOVED,
+    PLACES,
+    Maker,
+    Run,
+    h128,
+    honest_run,
+    make_plan,
+    parts,
+    policy,
+)
+from pydantic import ConfigDict
+from shiftbook.ledger.events.base import REGISTRY, Event
+from shiftbook.ledger.events.job import PlanAmended
+from shiftbook.ledger.events.lease import LeaseGranted, LeaseReleased
+from shiftbook.ledger.events.safety import SafeModeEntered, SafeModeLeft
+from shiftbook.ledger.topology import Topology
+from shiftbook.verify.invariants import INVARIANTS
+from shiftbook.verify.verdict import Verdict, verify
+
+Judge = Callable[[Run], Verdict]
+
+
+def told(verdict: Verdict) -> list[str]:
+    return [f"{f.invariant}@{f.position}: {f.expected} / {f.found}" for f in verdict.findings]
+
+
+def assert_clean(verdict: Verdict) -> None:
+    assert told(verdict) == []
+    assert verdict.could_not == ()
+    assert verdict.exit_code == 0
+
+
+def test_the_honest_run_is_clean_and_every_invariant_is_checked(run: Run, judge: Judge) -> None:
+    verdict = judge(run)
+    assert_clean(verdict)
+    for invariant in INVARIANTS:
+        row = verdict.coverage.row(invariant.id)
+        assert row.status == "checked", (row.invariant, row.status, row.reason)
+        assert row.checks > 0
+    assert verdict.last == verdict.judged_until == len(run.entries) - 1
+    assert verdict.coverage.row("I16").status == "not checked"
+
+
+def test_a_plan_that_requires_what_cannot_be_checked_is_not_clean(judge: Judge) -> None:
+    plan = make_plan(required_invariants=("I3", "I16", "no-such-thing"))
+    verdict = judge(honest_run(plan))
+    assert verdict.exit_code == 2
+    assert [reason.split(",")[0] for reason in verdict.could_not] == [
+        "job demo requires I16",
+        "job demo requires no-such-thing",
+    ]
+
+
+def test_a_live_job_is_judged_and_what_is_open_is_listed(run: Run, judge: Judge) -> None:
+    cut = run.at("ReallocationRolledBack", 0)
+    del run.entries[cut:]
+    verdict = judge(run)
+    assert told(verdict) == []
+    (listed,) = verdict.open_operations.values()
+    assert len(listed) == 1
+    assert listed[0].endswith("(quiesced)")
+
+
+def test_every_prefix_of_an_honest_run_has_no_finding(run: Run, tmp_path: Path) -> None:
+    url = run.write(tmp_path / "ledger.db")
+    for until in range(0, len(run.entries), 3):
+        assert told(verify(url, until=until)) == [], until
+
+
+class Novelty(Event):
+    """A type that only this test knows while it writes."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    anything: int = 1
+
+
+def test_unknown_events_are_kept_and_do_not_break(run: Run, judge: Judge) -> None:
+    from honest_run import Entry
+
+    for at in (60, 30, 8):
+        run.entries.insert(at, Entry(Novelty()))
+    # Positions moved, so leases and epochs that name them move too.
+    shift_epochs(run)
+    known = REGISTRY.pop("Novelty")
+    try:
+        verdict = judge(run)
+    finally:
+        REGISTRY["Novelty"] = known
+    assert_clean(verdict)
+    assert any("3 events of unknown type Novelty" in note for note in verdict.notes)
+
+
+def shift_epochs(run: Run) -> None:
+    """Set the epochs of attempts and syncs to the present positions of their leases."""
+    epoch = -1
+    for at, entry in enumerate(run.entries):
+        if entry.name == "LeaseGranted" and entry.job == JOB:
+            epoch = at
+        elif entry.name in ("AttemptStarted", "WeightSyncStarted"):
+            entry.change(epoch=epoch)
+
+
+def test_two_jobs_one_after_the_other_on_the_same_devices(judge: Judge) -> None:
+    from honest_run import Entry
+
+    run = honest_run()
+    run.entries.append(Entry(LeaseGranted(devices=DEVICES, holder="b1"), job="other"))
+    run.entries.append(
+        Entry(LeaseReleased(devices=DEVICES, holder="b1", reason="done"), job="other")
+    )
+    verdict = judge(run)
+    assert told(verdict) == []
+    assert verdict.jobs == (JOB, "other")
+    assert verdict.could_not == (
+        "job other declared no plan: begin it with JobOpened, which carries one",
+    )
+
+
+def one_attempt(plan: Any, body: Callable[[Maker], None]) -> Run:
+    maker = Maker(plan)
+    maker.open()
+    maker.start("a1", 0, PLACES)
+    body(maker)
+    maker.close()
+    return maker.run
+
+
+def test_stale_samples_within_the_bound_are_legal(judge: Judge) -> None:
+    base = make_plan()
+    plan = make_plan(sampling=base.sampling.model_copy(update={"staleness_bound": 1}))
+
+    def body(maker: Maker) -> None:
+        # Generation runs one iteration ahead: batch k is made at version k - 1.
+        maker.draw(0)
+        maker.generate(0)
+        for iteration in range(3):
+            at = maker.cursor
+            maker.cursor += 4
+            maker.draw(iteration + 1)
+            maker.generate(iteration + 1)
+            maker.cursor = at
+            tokens = maker.consume(iteration)
+            made_at = max(0, iteration - 1)
+            maker.run.entries[-1].change(version_min=made_at)
+            maker.update(iteration, tokens)
+            maker.sync()
+            maker.complete(iteration)
+        # The last batch was drawn ahead and is dropped, as the plan allows.
+        uids = tuple(maker.uids())
+        from shiftbook.ledger.events.training import SamplesDropped
+
+        maker.run.add(
+            SamplesDropped(attempt="a1", iteration=3, uids=uids, reason="tool-doubtful: end")
+        )
+
+    verdict = judge(one_attempt(plan, body))
+    assert told(verdict) == []
+
+
+def test_several_epochs_per_batch_are_legal_when_declared(judge: Judge) -> None:
+    base = make_plan()
+    plan = make_plan(update=base.update.model_copy(update={"epochs_per_batch": 2}))
+
+    def body(maker: Maker) -> None:
+        maker.draw(0)
+        maker.generate(0)
+        for _ in range(2):
+            at = maker.cursor
+            tokens = maker.consume(0)
+            maker.update(0, tokens)
+            maker.cursor = at
+        maker.cursor += 4
+        maker.sync()
+        maker.complete(0)
+
+    # The second pass is off policy by one update.
+    plan = plan.model_copy(
+        update={"sampling": plan.sampling.model_copy(update={"staleness_bound": 1})}
+    )
+    run = one_attempt(plan, body)
+    run.get("BatchConsumed", 1).change(version_min=0)
+    verdict = judge(run)
+    assert told(verdict) == []
+
+
+def test_a_skipped_update_changes_nothing_and_is_legal(judge: Judge) -> None:
+    def body(maker: Maker) -> None:
+        maker.iteration(0)
+        maker.draw(1)
+        maker.generate(1)
+        tokens = maker.consume(1)
+        before = parts(maker.version)
+        maker.update(1, tokens)
+        maker.run.entries[-1].change(
+            skipped=True,
+            grad_norm=float("nan"),
+            params_after=before["model"],
+            masters_after=before["masters"],
+            optimizer_after=before["optimizer"],
+            optimizer_step=1,
+        )
+
+    run = one_attempt(make_plan(), body)
+    run.get("JobClosed").change(policy_fingerprint=policy(1))
+    assert told(judge(run)) == []
+
+
+def test_a_declared_refresh_of_the_reference_is_legal(judge: Judge) -> None:
+    base = make_plan()
+    plan = make_plan(update=base.update.model_copy(update={"reference_refresh": 2}))
+
+    def body(maker: Maker) -> None:
+        for iteration in range(4):
+            maker.iteration(iteration)
+            saved = maker.run.get("CheckpointSaved", -1)
+            fresh = {**saved.event.parts, "reference": h128("reference", (iteration + 1) // 2)}
+            saved.change(parts=fresh)
+
+    assert told(judge(one_attempt(plan, body))) == []
+
+
+def test_a_warm_start_may_leave_parts_out(judge: Judge) -> None:
+    def body(maker: Maker) -> None:
+        maker.iteration(0)
+
+    maker = Maker(make_plan())
+    maker.open()
+    maker.start("a1", 0, PLACES)
+    body(maker)
+    maker.incarnations.clear()
+    maker.start("a2", 1, PLACES)
+    restored = maker.run.get("CheckpointRestored")
+    kept = {k: v for k, v in restored.event.parts.items() if k in ("model", "masters", "reference")}
+    restored.change(kind="warm-start", parts=kept)
+    used = maker.run.get("StateFirstUsed")
+    used.change(parts=kept)
+    maker.iteration(1)
+    maker.close()
+    assert told(judge(maker.run)) == []
+
+
+def test_replays_in_distribution_only_may_differ(run: Run, tmp_path: Path) -> None:
+    base = make_plan()
+    plan = make_plan(sampling=base.sampling.model_copy(update={"batch_composition": "distribution"}))
+    changed = honest_run(plan)
+    rows = changed.get("SamplesGenerated", 3).rows
+    assert rows is not None
+    rows["logp_digest"][0] = h128("another")
+    verdict = verify(changed.write(tmp_path / "ledger.db"))
+    assert told(verdict) == []
+    assert verdict.coverage.row("replay").status == "nothing to check"
+
+
+def test_safe_mode_and_amendments_are_legal(run: Run, judge: Judge) -> None:
+    from honest_run import Entry
+
+    at = run.at("IterationCompleted", 0) + 1
+    topology = Topology.of(MOVED)
+    run.entries[at:at] = [
+        Entry(SafeModeEntered(reason="look", by="operator", topology=topology)),
+        Entry(SafeModeLeft(by="operator:ann", reason="looked")),
+        Entry(
+            PlanAmended(
+                field="update.learning_rate", before=1e-3, after=5e-4, reason="loss is noisy"
+            )
+        ),
+    ]
+    for entry in run.entries[at:]:
+        if entry.name == "UpdateApplied":
+            entry.change(learning_rate=5e-4)
+    shift_epochs(run)
+    assert_clean(judge(run))
+
+
+def test_a_cancelled_job_owes_no_samples(judge: Judge) -> None:
+    def body(maker: Maker) -> None:
+        maker.iteration(0)
+        maker.draw(1)
+        maker.generate(1)
+
+    run = one_attempt(make_plan(), body)
+    run.get("JobClosed").change(outcome="cancelled")
+    assert told(judge(run)) == []
+
+
+@pytest.mark.parametrize("job", [None, JOB])
+def test_judging_one_job_gives_the_same_verdict(run: Run, tmp_path: Path, job: str | None) -> None:
+    verdict = verify(run.write(tmp_path / "ledger.db"), job=job)
+    assert_clean(verdict)
+    assert verdict.jobs == (JOB,)

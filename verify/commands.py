@@ -1,0 +1,158 @@
+"""The command ``verify``: judges a ledger and says what it found, what it checked and what not."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import click
+from shiftbook.ledger.cli_options import (
+    LedgerURL,
+    emit,
+    emit_document,
+    ledger_option,
+    open_book,
+    plain,
+)
+
+
+def _line(record: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def _interrupt_stops(stop: threading.Event) -> Any:
+    """Let Ctrl-C end a followed run with its verdict instead of without one."""
+
+    def handle(number: int, frame: object) -> None:
+        stop.set()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress() -> Any:
+    """Show the position reached, on a terminal only."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+
+    def show(position: int) -> None:
+        if position % 1000 == 0:
+            click.echo(f"\rverified to position {position}", err=True, nl=False)
+
+    try:
+        yield show
+    finally:
+        click.echo("\r" + " " * 40 + "\r", err=True, nl=False)
+
+
+@click.command(short_help="Judge a ledger: is the policy the one that the program meant?")
+@click.argument("ledger_argument", metavar="[LEDGER]", required=False, type=LedgerURL())
+@ledger_option
+@click.option("--job", help="Judge this job only; leases of other jobs still count.")
+@click.option("--until", type=int, help="Judge up to this position.")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(("table", "json", "jsonl")),
+    default="table",
+    show_default=True,
+    help="How the verdict is printed.",
+)
+@click.option("--record", "record_", is_flag=True, help="Write the verdict into the ledger.")
+@click.option(
+    "--follow",
+    "follow_",
+    is_flag=True,
+    help="Judge a live ledger until its jobs close, or until Ctrl-C.",
+)
+def verify(
+    ledger_argument: str | None,
+    ledger_url: str,
+    job: str | None,
+    until: int | None,
+    format_: str,
+    record_: bool,
+    follow_: bool,
+) -> int:
+    """Judge a ledger from its first event to its head.
+
+    First the stored bytes (order, hashes, evidence), then the invariants. Findings say where, what
+    was expected, what was found and what to do; the table at the end says what was checked and
+    what was not. Only reads, unless --record is given.
+
+    Exit code 0: clean. 1: findings. 2: could not judge, which includes that a required invariant
+    was not checked.
+    """
+    from shiftbook.verify import verdict as verdicts
+
+    if follow_ and until is not None:
+        raise click.UsageError("--follow goes on to the end; leave --until away")
+    url = ledger_argument or ledger_url
+    streaming = format_ == "jsonl" or (follow_ and format_ == "table")
+    on_finding = _finding_printer(format_) if streaming else None
+    with _progress() as on_event:
+        if follow_:
+            stop = threading.Event()
+            with _interrupt_stops(stop):
+                verdict = verdicts.follow(
+                    url, job, stop=stop, on_finding=on_finding, on_event=on_event
+                )
+        else:
+            verdict = verdicts.verify(url, job, until, on_finding=on_finding, on_event=on_event)
+    _print(verdict, format_)
+    if record_:
+        from shiftbook.verify.recorded import record
+
+        with open_book(url, write=True) as ledger:
+            count = record(ledger, verdict)
+        click.echo(f"recorded as {count} events", err=True)
+    return verdict.exit_code
+
+
+def _finding_printer(format_: str) -> Callable[[Any], None]:
+    from shiftbook.verify.story import finding_lines
+
+    def show(finding: Any) -> None:
+        if format_ == "jsonl":
+            _line({"kind": "finding", **finding.plain()})
+        else:
+            click.echo("\n".join(finding_lines(finding)), err=True)
+
+    return show
+
+
+def _print(verdict: Any, format_: str) -> None:
+    from shiftbook.verify import story
+
+    if format_ == "json":
+        emit_document(verdict.plain())
+        return
+    if format_ == "jsonl":
+        document = verdict.plain()
+        for finding in verdict.findings:
+            if finding.invariant in ("integrity", "evidence"):
+                _line({"kind": "finding", **finding.plain()})  # the others went out as they came
+        for row in document.pop("coverage"):
+            _line({"kind": "coverage", **row})
+        document.pop("findings")
+        _line({"kind": "verdict", **document})
+        return
+    for line in story.verdict_lines(verdict):
+        click.echo(line)
+    columns, rows = story.coverage_table(verdict)
+    click.echo("")
+    emit(rows, columns, "table")
+    click.echo("")
+    click.echo(story.closing_line(verdict))

@@ -1,0 +1,115 @@
+"""Reads evidence rows for the judge, one segment at a time, with their columns checked by type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shiftbook.ledger.errors import EvidenceError
+from shiftbook.ledger.events.base import Segment
+
+if TYPE_CHECKING:
+    from shiftbook.ledger.evidence import Beside
+
+GENERATED: Mapping[str, type] = {
+    "uid": str,
+    "group": object,
+    "turns": int,
+    "tokens": int,
+    "token_digest": str,
+    "logp_digest": str,
+    "version_min": int,
+    "version_max": int,
+    "replica": str,
+    "incarnation": str,
+}
+"""Columns of the segment of SamplesGenerated."""
+
+REWARDED: Mapping[str, type] = {"uid": str, "token_digest": str, "reward": float, "scorer": str}
+"""Columns of the segment of SamplesRewarded."""
+
+CONSUMED: Mapping[str, type] = {
+    "uid": str,
+    "token_digest": str,
+    "reward": float,
+    "advantage": float,
+    "group": object,
+    "virtual_rank": int,
+    "tokens": int,
+}
+"""Columns of the segment of BatchConsumed."""
+
+COLUMNS: Mapping[str, Mapping[str, type]] = {
+    "SamplesGenerated": GENERATED,
+    "SamplesRewarded": REWARDED,
+    "BatchConsumed": CONSUMED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of one segment, or why there are none."""
+
+    columns: dict[str, list[Any]]
+    problem: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.columns.get("uid", ()))
+
+    def __getitem__(self, column: str) -> list[Any]:
+        return self.columns[column]
+
+
+RowSource = Callable[[str, Segment], Rows]
+"""Gives the rows of the segment of an event of the named type."""
+
+
+def _typed(name: str, values: list[Any], wanted: type) -> list[Any] | str:
+    """Values of a column as the wanted type, or what is wrong with them."""
+    if wanted is object:  # a label, number or text
+        return [str(v) for v in values]
+    if wanted is float:
+        if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+            return [float(v) for v in values]
+    elif all(isinstance(v, wanted) and not isinstance(v, bool) for v in values):
+        return values
+    first = next((v for v in values if not isinstance(v, wanted)), None)
+    return f"column {name}: expected {wanted.__name__}, found {first!r}"
+
+
+def check_rows(type_: str, columns: Mapping[str, list[Any]]) -> Rows:
+    """Columns of a segment with their types checked against those of the event's type."""
+    typed: dict[str, list[Any]] = {}
+    for name, wanted in COLUMNS.get(type_, {}).items():
+        if name not in columns:
+            return Rows({}, f"its segment has no column {name}")
+        values = _typed(name, columns[name], wanted)
+        if isinstance(values, str):
+            return Rows({}, values)
+        typed[name] = values
+    return Rows(typed)
+
+
+class EvidenceFolder:
+    """Rows from the folder of segments beside a ledger; keeps the last segment it read."""
+
+    def __init__(self, place: Beside) -> None:
+        self._place = place
+        self._last: tuple[str, Segment, Rows] | None = None
+
+    def __call__(self, type_: str, segment: Segment) -> Rows:
+        """Read a segment; a missing, altered or malformed one gives Rows with a problem."""
+        # Integrity and judgement ask for the same segment one after the other.
+        if self._last is None or self._last[:2] != (type_, segment):
+            self._last = (type_, segment, self._read(type_, segment))
+        return self._last[2]
+
+    def _read(self, type_: str, segment: Segment) -> Rows:
+        from shiftbook.ledger.evidence import read_segment  # pyarrow: only where rows are read
+
+        try:
+            table = read_segment(self._place, segment)
+        except EvidenceError as error:
+            return Rows({}, str(error))
+        return check_rows(type_, table.to_pydict())

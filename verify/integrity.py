@@ -1,0 +1,232 @@
+"""The first pass: are the stored bytes whole, in order, and the ones that were hashed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+from shiftbook.ledger.canonical import decode, leaf_hash
+from shiftbook.ledger.envelope import ENVELOPE_FIELDS, StoredEvent
+from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.events.base import Segment
+from shiftbook.verify.coverage import Row
+from shiftbook.verify.evidence import RowSource
+from shiftbook.verify.findings import Finding, FindingList
+from shiftbook.verify.stored import COLUMNS, DamagedPages, RawEvents, RawRow
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "position": int,
+    "job": str,
+    "version": int,
+    "type": str,
+    "schema": int,
+    "occurred_ns": int,
+    "recorded_ns": int,
+    "writer": str,
+    "sequence": int,
+    "actor": str,
+    "operation": (str, type(None)),
+    "cause": (int, type(None)),
+    "key": (str, type(None)),
+    "body": dict,
+}
+"""What each field of the envelope is."""
+
+_CHANGED = "the file was edited, or the disk or a copy of it lost bytes"
+_RESTORE = "Restore the ledger from a copy; what stands from this position on proves nothing."
+
+
+@dataclass
+class IntegrityReport:
+    """What the first pass found; ``sound_until`` is the last position before the first damage."""
+
+    findings: FindingList = field(default_factory=FindingList)
+    rows: list[Row] = field(default_factory=list)
+    events: int = 0
+    head: bytes | None = None
+    """Leaf of the last sound event."""
+    sound_until: int = -1
+
+
+class Integrity:
+    """Checks rows one after the other; use ``check`` on each, then ``finish``.
+
+    Per row: position gapless from 0; version gapless within its job; sequence gapless within its
+    writer; leaf equal to the hash of the bytes; the bytes an envelope with fields of their types;
+    columns equal to the bytes; a cause before its effect; the events of one idempotency key one
+    batch; evidence segments there and unaltered.
+    """
+
+    def __init__(self, rows: RowSource) -> None:
+        self.report = IntegrityReport()
+        self._row = Row("", "integrity", "stored bytes whole, in order and as hashed")
+        self._evidence = Row("", "evidence", "evidence segments present and unaltered")
+        self._evidence.idle = "no event binds a segment"
+        self._source = rows
+        self._position = -1
+        self._versions: dict[str, int] = {}
+        self._sequences: dict[str, int] = {}
+        self._batch: tuple[str, str] | None = None
+        self._broken = False
+
+    def check(self, row: RawRow) -> StoredEvent | None:
+        """Check a row; the event where it and all before it are sound, else None."""
+        before = self._row.findings
+        self.report.events += 1
+        self._gapless(row)
+        stored = self._envelope(row)
+        if stored is not None:
+            self._order(stored)
+        if self._row.findings > before:
+            self._broken = True
+        self._row.checks += 1
+        if self._broken or stored is None:
+            return None
+        self.report.sound_until, self.report.head = stored.position, row.leaf
+        self._segment(stored)
+        return stored
+
+    def damaged(self, damage: DamagedPages) -> None:
+        """Report that the store could not go on."""
+        self._broken = True
+        self._flag(
+            damage.after + 1,
+            "a readable table of events",
+            f"pages that cannot be read: {damage.reason}",
+            _CHANGED,
+        )
+
+    def split_key(self, job: str, key: str, first: int, last: int, count: int) -> None:
+        """Report an idempotency key whose events are no single batch."""
+        self._broken = True
+        self._flag(
+            first,
+            f"the events of key {key!r} of job {job!r} side by side",
+            f"{count} events spread from {first} to {last}",
+            "a retry was appended again instead of answered with its first receipt",
+            (last,),
+        )
+
+    def finish(self) -> IntegrityReport:
+        """The report, with its two rows of the coverage table."""
+        self._row.checks = max(self._row.checks, self._row.findings)
+        self.report.rows = [self._row, self._evidence]
+        return self.report
+
+    def _flag(
+        self,
+        at: int,
+        expected: str,
+        found: str,
+        cause: str = _CHANGED,
+        others: tuple[int, ...] = (),
+        row: Row | None = None,
+    ) -> None:
+        row = row or self._row
+        row.findings += 1
+        at = max(0, at)
+        action = _RESTORE if row is self._row else "Restore the segment's file from a copy."
+        self.report.findings.add(
+            Finding(
+                row.invariant,
+                "stop",
+                "",
+                at,
+                tuple(sorted({at, *others})),
+                expected,
+                found,
+                cause,
+                action,
+            )
+        )
+
+    def _gapless(self, row: RawRow) -> None:
+        expected = self._position + 1
+        if row.position != expected:
+            found = f"position {row.position}"
+            self._flag(expected, f"position {expected}", found, "events were cut out or forged in")
+        self._position = row.position
+
+    def _envelope(self, row: RawRow) -> StoredEvent | None:
+        at = row.position
+        leaf = leaf_hash(row.data)
+        if leaf != row.leaf:
+            self._flag(at, f"leaf {leaf.hex()[:16]}…, the hash of the bytes",
+                       f"leaf {row.leaf.hex()[:16]}…")  # fmt: skip
+        try:
+            value = decode(row.data)
+        except InvalidEvent as error:
+            self._flag(at, "the bytes of an event", " ".join(str(error).split())[:200])
+            return None
+        for name in ("operation", "cause", "key"):
+            value.setdefault(name, None)
+        wrong = _wrong_field(value)
+        if wrong is not None:
+            self._flag(at, f"an envelope with {wrong[0]}", wrong[1])
+            return None
+        for name in COLUMNS:
+            if row.columns[name] != value[name]:
+                self._flag(at, f"column {name} {value[name]!r}, as in the bytes",
+                           f"{row.columns[name]!r}")  # fmt: skip
+        body = value.pop("body")
+        return StoredEvent(**value, body=body, data=row.data, leaf=row.leaf)
+
+    def _order(self, stored: StoredEvent) -> None:
+        at = stored.position
+        scopes: tuple[tuple[str, dict[str, int], str, int], ...] = (
+            (f"version of job {stored.job!r}", self._versions, stored.job, stored.version),
+            (f"sequence of {stored.writer!r}", self._sequences, stored.writer, stored.sequence),
+        )
+        for what, last, name, found in scopes:
+            expected = last.get(name, -1) + 1
+            if found != expected:
+                self._flag(at, f"{what} {expected}", f"{found}", "events were cut out or forged in")
+            last[name] = found
+        if stored.cause is not None and not 0 <= stored.cause < at:
+            self._flag(at, "a cause before its effect", f"cause {stored.cause}")
+
+    def _segment(self, stored: StoredEvent) -> None:
+        named = stored.body.get("segment")
+        if not isinstance(named, dict):
+            return
+        self._evidence.checks += 1
+        try:
+            segment = Segment.model_validate(named)
+        except ValidationError:
+            return  # an event of another shape; legality says what it thinks of it
+        problem = self._source(stored.type, segment).problem
+        if problem is not None:
+            self._flag(
+                stored.position,
+                f"segment {segment.sha256[:16]}… with {segment.rows} rows",
+                problem,
+                "an evidence file was removed, altered, or not copied with the ledger",
+                row=self._evidence,
+            )
+
+
+def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
+    """The first field of an envelope that is missing, of a wrong type, or one too many."""
+    for name, wanted in _TYPES.items():
+        if name not in value:
+            return f"the field {name}", "none"
+        if not isinstance(value[name], wanted) or isinstance(value[name], bool):
+            return f"a valid {name}", repr(value[name])[:80]
+    extra = sorted(set(value) - {*ENVELOPE_FIELDS, "body"})
+    return ("no other fields", ", ".join(extra)[:80]) if extra else None
+
+
+def sound_events(raw: RawEvents, integrity: Integrity, until: int | None) -> Iterator[StoredEvent]:
+    """Walk the whole range through the first pass; yields the events before the first damage."""
+    try:
+        for row in raw.rows(until=until):
+            stored = integrity.check(row)
+            if stored is not None:
+                yield stored
+        for split in raw.split_keys():
+            if until is None or split[3] <= until:
+                integrity.split_key(*split)
+    except DamagedPages as damage:
+        integrity.damaged(damage)

@@ -1,0 +1,179 @@
+"""What an invariant is: it sees each event with the state before it, and says what is broken."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.plan import Plan
+from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.verify.coverage import Row
+from shiftbook.verify.evidence import Rows
+from shiftbook.verify.findings import Finding, Severity
+from shiftbook.verify.lineage import Track
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event as the invariants see it; ``state``, ``job`` and ``track`` are before it.
+
+    ``event`` is an UnknownEvent where the type is not known or the body does not fit its type
+    (``problem`` says so then). ``rows`` are those of the event's segment, None where it has none.
+    """
+
+    state: LedgerState
+    job: JobState
+    track: Track
+    stored: StoredEvent
+    event: Event
+    rows: Rows | None
+    problem: str | None = None
+
+    @property
+    def at(self) -> int:
+        """Position of the event."""
+        return self.stored.position
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, amendments included."""
+        return self.job.plan
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of the range that is judged: the head, or ``--until``."""
+
+    state: LedgerState
+    job: JobState
+    track: Track
+    position: int
+
+    @property
+    def closed(self) -> bool:
+        """True when the job was closed within the range."""
+        return self.job.status == "closed"
+
+
+class Invariant(ABC):
+    """One rule over one job. Subclasses set the class fields and override ``feed``.
+
+    ``needs`` says in words which events and fields must be recorded for it to be checked.
+    """
+
+    id: ClassVar[str]
+    title: ClassVar[str]
+    needs: ClassVar[str]
+
+    def __init__(self, job: str, report: Callable[[Finding], None]) -> None:
+        self.job = job
+        self._report = report
+        self._row = Row(job, self.id, self.title, needs=self.needs)
+        self.begin()
+
+    def begin(self) -> None:
+        """Set up what the invariant remembers."""
+        return
+
+    @abstractmethod
+    def feed(self, step: Step) -> None:
+        """Look at the next event."""
+
+    def close(self, end: End) -> None:
+        """Look at what is left at the end of the range."""
+        return
+
+    def idle_because(self, end: End) -> str | None:
+        """Why there was nothing to check; None where something should have been recorded."""
+        return None
+
+    def row(self, end: End) -> Row:
+        """The row of the coverage table."""
+        if not self._row.checks:
+            self._row.idle = self.idle_because(end)
+        return self._row
+
+    def expect(
+        self,
+        holds: bool,
+        at: int,
+        *,
+        expected: str,
+        found: str,
+        cause: str,
+        action: str,
+        others: Iterable[int | None] = (),
+        severity: Severity = "stop",
+    ) -> bool:
+        """Count one comparison and report it where it does not hold; returns ``holds``.
+
+        ``others`` are further positions that prove it; None and negative ones are left out.
+        """
+        self._row.checks += 1
+        if not holds:
+            self.flag(
+                at,
+                expected=expected,
+                found=found,
+                cause=cause,
+                action=action,
+                others=others,
+                severity=severity,
+            )
+        return holds
+
+    def flag(
+        self,
+        at: int,
+        *,
+        expected: str,
+        found: str,
+        cause: str,
+        action: str,
+        others: Iterable[int | None] = (),
+        severity: Severity = "stop",
+    ) -> None:
+        """Report a finding at a position."""
+        proof = {at, *(p for p in others if p is not None and p >= 0)}
+        self._row.findings += 1
+        self._report(
+            Finding(
+                self.id,
+                severity,
+                self.job,
+                at,
+                tuple(sorted(proof)),
+                expected,
+                found,
+                cause,
+                action,
+            )
+        )
+
+    def passed(self, times: int = 1) -> None:
+        """Count comparisons that held."""
+        self._row.checks += times
+
+    def missing(self, why: str) -> None:
+        """Count a comparison that could not be made because something was not recorded."""
+        # A bounded number of reasons: they are fixed texts, never values from events.
+        self._row.missing[why] = self._row.missing.get(why, 0) + 1
+
+
+def short(value: object) -> str:
+    """A value as it stands in a sentence: long digests are cut, None is named."""
+    if value is None:
+        return "nothing recorded"
+    text = str(value)
+    return f"{text[:16]}…" if len(text) >= 32 and " " not in text else text
+
+
+def listed(values: Iterable[object], limit: int = 3) -> str:
+    """The first few values and how many there are more."""
+    items = [str(v) for v in values]
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

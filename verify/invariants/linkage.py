@@ -1,0 +1,201 @@
+"""Linkage: what is trained on is what was generated (I11) and what was rewarded (I12, I12b)."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from shiftbook.ledger.events.training import BatchConsumed, SamplesRewarded
+from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.verify.lineage import Sample
+
+ADVANTAGE_TOLERANCE = 1e-5
+"""Largest |recorded - recomputed| advantage; ``tolerances["I12b"]`` of the plan overrides it.
+
+Recorded ones are float32 of values up to about 3, so rounding alone gives 2e-7."""
+
+ADVANTAGE_FLOOR = 1e-4
+"""Added to the standard deviation; ``tolerances["advantage_floor"]`` of the plan overrides it."""
+
+MAX_GROUP = 65_536
+"""Members of a group that are looked for; a forged plan cannot make the judge count for ever."""
+
+
+def _pairs(step: Step, columns: tuple[str, ...]) -> list[tuple[Sample | None, tuple[object, ...]]]:
+    """Rows of the event's segment beside the sample that each belongs to."""
+    assert step.rows is not None
+    rows = zip(*(step.rows[name] for name in ("uid", *columns)), strict=True)
+    return [(step.track.samples.get(row[0]), row) for row in rows]
+
+
+class _OverRows(Invariant):
+    """An invariant over the rows of BatchConsumed and SamplesRewarded."""
+
+    def readable(self, step: Step) -> bool:
+        """False, and counted, where the rows cannot be read."""
+        if step.rows is None or step.rows.problem:
+            self.missing(f"rows of {step.stored.type} cannot be read")
+            return False
+        return True
+
+    def over_rows(
+        self,
+        step: Step,
+        faults: list[tuple[str, str, str, int | None]],
+        checked: int,
+        cause: str,
+        action: str,
+    ) -> None:
+        """Report faults (uid, expected, found, position of proof) of one event as one finding."""
+        self.passed(checked)
+        if not faults:
+            return
+        uid, expected, found, proof = faults[0]
+        also = f"; {len(faults) - 1} more samples of this event" if len(faults) > 1 else ""
+        self.flag(
+            step.at,
+            expected=f"{uid}: {expected}",
+            found=f"{found}{also}",
+            cause=cause,
+            action=action,
+            others=(proof,),
+        )
+
+
+class TokenIdentity(_OverRows):
+    """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made."""
+
+    id = "I11"
+    title = "consumed tokens are the generated ones"
+    needs = "token_digest in the rows of SamplesGenerated, SamplesRewarded and BatchConsumed"
+
+    def feed(self, step: Step) -> None:
+        if not isinstance(step.event, BatchConsumed | SamplesRewarded) or not self.readable(step):
+            return
+        faults: list[tuple[str, str, str, int | None]] = []
+        checked = 0
+        for sample, (uid, tokens) in _pairs(step, ("token_digest",)):
+            if sample is None:
+                continue  # I10's business: not drawn, or closed
+            if sample.unknown is not None:
+                self.missing(sample.unknown)
+                continue
+            checked += 1
+            if sample.tokens is None:
+                faults.append((str(uid), "generated before", "never generated", sample.drawn))
+            elif sample.tokens != tokens:
+                expected = f"tokens {short(sample.tokens)} as generated"
+                faults.append((str(uid), expected, f"tokens {short(tokens)}", sample.generated))
+        self.over_rows(
+            step,
+            faults,
+            checked,
+            "samples were exchanged, cut, or decoded and encoded again on their way",
+            "Carry token ids, never text, from the engine to the trainer, keyed by uid.",
+        )
+
+
+def _float32(value: float) -> float:
+    if not math.isfinite(value) or abs(value) > 3e38:
+        return value
+    return float(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+def _same(a: float, b: float) -> bool:
+    """Equal as float64, or as float32 where one side was stored so; NaN equals NaN."""
+    return a == b or _float32(a) == _float32(b) or (math.isnan(a) and math.isnan(b))
+
+
+class RewardLink(_OverRows):
+    """I12: the reward used for a sample is the one recorded for its uid and its tokens."""
+
+    id = "I12"
+    title = "reward used is the reward recorded"
+    needs = "rows of SamplesRewarded (uid, token_digest, reward) and of BatchConsumed (reward)"
+
+    def feed(self, step: Step) -> None:
+        if not isinstance(step.event, BatchConsumed) or not self.readable(step):
+            return
+        faults: list[tuple[str, str, str, int | None]] = []
+        checked = 0
+        for sample, (uid, tokens, reward) in _pairs(step, ("token_digest", "reward")):
+            if sample is None:
+                continue
+            if sample.unknown is not None:
+                self.missing(sample.unknown)
+                continue
+            checked += 1
+            assert isinstance(reward, float)
+            if sample.reward is None:
+                faults.append((str(uid), "a recorded reward", "none recorded", sample.generated))
+            elif sample.reward_tokens != tokens or not _same(sample.reward, reward):
+                expected = f"reward {sample.reward:g} of tokens {short(sample.reward_tokens)}"
+                found = f"reward {reward:g} of tokens {short(tokens)}"
+                faults.append((str(uid), expected, found, sample.rewarded))
+        self.over_rows(
+            step,
+            faults,
+            checked,
+            "rewards were matched by place, not by uid, and the order changed between",
+            "Join rewards to samples by uid and token digest.",
+        )
+
+
+class AdvantageRecomputes(_OverRows):
+    """I12b: advantages follow from the rewards of their group.
+
+    Group-relative policy optimisation (arXiv 2402.03300): (reward - mean of the group) divided by
+    (population standard deviation of the group + floor), in float64. A group is whole: all its
+    members that were not dropped are consumed together.
+    """
+
+    id = "I12b"
+    title = "advantages recompute from the rewards of the group"
+    needs = "rows of BatchConsumed with group, reward and advantage"
+
+    def feed(self, step: Step) -> None:
+        if not isinstance(step.event, BatchConsumed) or not self.readable(step):
+            return
+        assert step.rows is not None
+        declared = step.plan.tolerances if step.plan else {}
+        tolerance = declared.get("I12b", ADVANTAGE_TOLERANCE)
+        floor = declared.get("advantage_floor", ADVANTAGE_FLOOR)
+        groups: dict[str, list[tuple[str, float, float]]] = {}
+        names = ("uid", "group", "reward", "advantage")
+        for uid, group, reward, advantage in zip(*(step.rows[n] for n in names), strict=True):
+            groups.setdefault(group, []).append((uid, reward, advantage))
+        faults: list[tuple[str, str, str, int | None]] = []
+        for group, members in groups.items():
+            faults += self._whole(step, group, [uid for uid, _, _ in members])
+            rewards = [reward for _, reward, _ in members]
+            mean = sum(rewards) / len(rewards)
+            deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+            for uid, reward, advantage in members:
+                expected = (reward - mean) / (deviation + floor)
+                if not abs(expected - advantage) <= tolerance:
+                    found = f"{advantage:.6g} (mean {mean:.6g} of {len(rewards)} in group {group})"
+                    faults.append((uid, f"advantage {expected:.6g} ± {tolerance:g}", found, None))
+        self.over_rows(
+            step,
+            faults,
+            len(step.rows),
+            "samples stand in the wrong group, or the baseline is of other samples",
+            "Group by the draw ordinal in the uid, and compute the baseline over whole groups.",
+        )
+
+    def _whole(
+        self, step: Step, group: str, uids: list[str]
+    ) -> list[tuple[str, str, str, int | None]]:
+        draw = uids[0].partition("/")[0]
+        other = next((uid for uid in uids if uid.partition("/")[0] != draw), None)
+        if other is not None:
+            found = f"{uids[0]} and {other} in group {group}"
+            return [(other, "one group for each draw", found, None)]
+        size = step.plan.update.group_size if step.plan else len(uids)
+        kept = set(uids)
+        for member in range(min(size, MAX_GROUP)):
+            uid = f"{draw}/{member}"
+            sample = step.track.samples.get(uid)
+            if sample is not None and sample.dropped is None and uid not in kept:
+                return [(uid, f"consumed with its group {group}", "left out", sample.generated)]
+        return []

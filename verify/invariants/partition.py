@@ -1,0 +1,70 @@
+"""I5: the batch is split over virtual ranks as declared: disjoint, whole, groups in one piece."""
+
+from __future__ import annotations
+
+from shiftbook.ledger.events.training import BatchConsumed, UpdateApplied
+from shiftbook.verify.invariants.base import Invariant, Step, listed
+
+
+class Partition(Invariant):
+    """I5: each group is computed by one virtual rank, and every declared virtual rank takes part.
+
+    The update names where each virtual rank ran and how many groups it added; they are the groups
+    of the consumed rows. Where it ran (pid, device) may change at any time: that is no finding.
+    """
+
+    id = "I5"
+    title = "batch split over virtual ranks, whole and disjoint"
+    needs = "virtual_rank and group in the rows of BatchConsumed; UpdateApplied.virtual_ranks"
+
+    def feed(self, step: Step) -> None:
+        if isinstance(step.event, BatchConsumed):
+            self._consumed(step)
+        elif isinstance(step.event, UpdateApplied):
+            self._updated(step, step.event)
+
+    def _consumed(self, step: Step) -> None:
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of BatchConsumed cannot be read")
+            return
+        owner: dict[str, int] = {}
+        split = []
+        for group, rank in zip(step.rows["group"], step.rows["virtual_rank"], strict=True):
+            if owner.setdefault(group, rank) != rank:
+                split.append(f"group {group} by {owner[group]} and {rank}")
+        self.expect(
+            not split,
+            step.at,
+            expected="each group computed by one virtual rank",
+            found=listed(dict.fromkeys(split)),
+            cause="samples were dealt out by position, or a group was computed twice",
+            action="Deal out whole groups in the declared order.",
+        )
+
+    def _updated(self, step: Step, event: UpdateApplied) -> None:
+        pending = step.track.pending
+        ranks = [entry.virtual_rank for entry in event.virtual_ranks]
+        declared = step.plan.update.virtual_ranks if step.plan else len(ranks)
+        self.expect(
+            len(ranks) == declared and len(set(ranks)) == len(ranks),
+            step.at,
+            expected=f"{declared} virtual ranks, each once",
+            found=f"virtual ranks {listed(sorted(ranks), 8) or 'none'}",
+            cause="a resize changed what the training sees",
+            action="Keep the virtual ranks; move them between processes.",
+        )
+        if pending.unknown is not None or not pending.positions:
+            if pending.unknown is not None:
+                self.missing(pending.unknown)
+            return
+        for entry in event.virtual_ranks:
+            groups = len(pending.groups_by_rank.get(entry.virtual_rank, ()))
+            self.expect(
+                entry.groups == groups,
+                step.at,
+                expected=f"virtual rank {entry.virtual_rank} added its {groups} consumed groups",
+                found=f"{entry.groups} groups",
+                cause="a rank's groups were lost or counted twice in a move",
+                action="Carry the uids accumulated with the live snapshot.",
+                others=pending.positions,
+            )

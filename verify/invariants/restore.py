@@ -1,0 +1,195 @@
+"""State at rest and after: I1 restore, I14 the reference, I17b first use after a load or move."""
+
+from __future__ import annotations
+
+from shiftbook.ledger.events.job import AttemptStarted
+from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
+from shiftbook.ledger.events.training import UpdateApplied
+from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
+from shiftbook.verify.lineage import MASTERS, MODEL, OPTIMIZER, REFERENCE
+
+
+def _wrong(expected: dict[str, str], found: dict[str, str], exact: bool) -> list[str]:
+    """Names that differ; with ``exact`` also those that only one side has."""
+    names = expected.keys() | found.keys() if exact else expected.keys() & found.keys()
+    return sorted(n for n in names if expected.get(n) != found.get(n))
+
+
+class RestoreEquality(Invariant):
+    """I1: after a resume every part is what it was at the save, and there are the same parts.
+
+    A warm start or a transfer may leave parts out or make them anew; what it restores is the same.
+    """
+
+    id = "I1"
+    title = "restored state equals saved state, part by part"
+    needs = "CheckpointSaved.parts and CheckpointRestored.parts of each bundle that is restored"
+
+    def begin(self) -> None:
+        self._restores_due = 0
+
+    def feed(self, step: Step) -> None:
+        event, track = step.event, step.track
+        if isinstance(event, AttemptStarted):
+            self._restores_due += event.bundle is not None
+        elif isinstance(event, UpdateApplied):
+            started = track.attempt
+            if started is not None and started.bundle and track.restored is None:
+                self.missing("an attempt names a bundle and no CheckpointRestored followed")
+        elif isinstance(event, CheckpointRestored):
+            self._restores_due += 1
+            self._restored(step, event)
+
+    def _restored(self, step: Step, event: CheckpointRestored) -> None:
+        started = step.track.attempt
+        if started is not None and started.bundle and step.track.restored is None:
+            self.expect(
+                event.bundle == started.bundle,
+                step.at,
+                expected=f"bundle {short(started.bundle)}, which the attempt names",
+                found=f"bundle {short(event.bundle)}",
+                cause="the newest folder was taken, not the bundle that was decided on",
+                action="Restore the bundle that AttemptStarted names.",
+                others=(step.track.attempt_position,),
+            )
+        mark = step.track.marks.get(event.bundle)
+        if mark is None:
+            self.missing("the restored bundle was not saved in this ledger")
+            return
+        wrong = _wrong(mark.saved.parts, event.parts, exact=event.kind == "resume")
+        first = wrong[0] if wrong else ""
+        self.expect(
+            not wrong,
+            step.at,
+            expected=f"part {first} {short(mark.saved.parts.get(first))}, as at the save",
+            found=f"{short(event.parts.get(first))} (differing: {listed(wrong)})",
+            cause="a part was not loaded, loaded from another bundle, or changed right after",
+            action="Load every part of one bundle, then fingerprint the live objects.",
+            others=(mark.position,),
+        )
+        self.expect(
+            event.iteration == mark.saved.iteration,
+            step.at,
+            expected=f"iteration {mark.saved.iteration} of the bundle",
+            found=f"iteration {event.iteration}",
+            cause="a counter was not restored with the tensors",
+            action="Take the iteration from the bundle's manifest.",
+            others=(mark.position,),
+        )
+
+    def idle_because(self, end: End) -> str | None:
+        return None if self._restores_due else "nothing was restored"
+
+
+class ReferenceConstant(Invariant):
+    """I14: the reference policy is the same in every bundle, restore and use of the job.
+
+    A declared refresh (``reference_refresh``: every so many updates) may change it at its due
+    versions.
+    """
+
+    id = "I14"
+    title = "reference policy constant, or refreshed as declared"
+    needs = f"a part named {REFERENCE} in CheckpointSaved.parts"
+
+    def begin(self) -> None:
+        self._anchor: tuple[str, int, int] | None = None
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if not isinstance(event, CheckpointSaved | CheckpointRestored | StateFirstUsed):
+            return
+        found = event.parts.get(REFERENCE)
+        if found is None:
+            return
+        if self._anchor is None:
+            self._anchor = (found, step.at, event.policy_version)
+            self.passed()
+            return
+        anchor, position, version = self._anchor
+        every = step.plan.update.reference_refresh if step.plan else None
+        # A refresh is due at each multiple; a restore goes back to the reference of its bundle.
+        due = bool(every) and event.policy_version // (every or 1) != version // (every or 1)
+        if due:
+            self._anchor = (found, step.at, event.policy_version)
+            self.passed()
+            return
+        self.expect(
+            found == anchor,
+            step.at,
+            expected=f"reference {short(anchor)}",
+            found=f"reference {short(found)}",
+            cause="the reference shares memory with the policy, or was loaded anew",
+            action="Keep the reference in tensors of its own; restore it from the bundle.",
+            others=(position,),
+        )
+
+    def idle_because(self, end: End) -> str | None:
+        terms = end.job.plan.update.loss_terms if end.job.plan else {}
+        uses = end.job.plan is None or any("kl" in name.lower() for name in terms)
+        return None if uses else "the plan's loss has no KL term"
+
+
+class FirstUse(Invariant):
+    """I17b: state is still what was loaded or moved when its consumer first reads it.
+
+    After a restore the parts are those of the restore; after a start, a move, a sync or a restore
+    that came before the last update those that this update left. Parts of which neither is known
+    are not compared.
+    """
+
+    id = "I17b"
+    title = "state at first use equals state as loaded or moved"
+    needs = (
+        "StateFirstUsed after each restore and committed move of the trainer, with parts "
+        f"{MODEL}, {MASTERS}, {OPTIMIZER}"
+    )
+
+    def begin(self) -> None:
+        self._due = 0
+        self._unmet: int | None = None
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if isinstance(event, CheckpointRestored):
+            self._due += 1
+            self._unmet = step.at
+        elif isinstance(event, StateFirstUsed):
+            self._compare(step, event)
+        elif isinstance(event, UpdateApplied) and self._unmet is not None:
+            self.missing("an update after a restore and no StateFirstUsed between them")
+            self._unmet = None
+
+    def _compare(self, step: Step, event: StateFirstUsed) -> None:
+        self._due += 1
+        chain, restored = step.track.chain, step.track.restored
+        expected: dict[str, str] = {}
+        proof: list[int] = []
+        at_restore = restored is not None and restored[0].policy_version == event.policy_version
+        if event.after == "restore" and restored is not None and at_restore:
+            expected, proof = dict(restored[0].parts), [restored[1]]
+        elif chain is not None and chain.version == event.policy_version:
+            known = {name: chain.part(name) for name in (MODEL, MASTERS, OPTIMIZER)}
+            expected = {name: value for name, value in known.items() if value is not None}
+            proof = [chain.position]
+        common = sorted(expected.keys() & event.parts.keys())
+        if not common:
+            if event.after == "restore":
+                self.missing("StateFirstUsed after a restore names no part of the bundle")
+            return
+        if MASTERS in common or OPTIMIZER in common or event.component == "trainer":
+            self._unmet = None
+        wrong = [name for name in common if event.parts[name] != expected[name]]
+        first = wrong[0] if wrong else ""
+        self.expect(
+            not wrong,
+            step.at,
+            expected=f"{first} {short(expected.get(first))} at first use by {event.replica}",
+            found=f"{short(event.parts.get(first))} (differing: {listed(wrong)})",
+            cause="state was overwritten after it had arrived: a reload, a reseed, a late init",
+            action=f"Look at what runs between the {event.after} and '{event.use}'.",
+            others=proof,
+        )
+
+    def idle_because(self, end: End) -> str | None:
+        return None if self._due else "nothing was restored, and no first use was recorded"

@@ -1,0 +1,191 @@
+"""Updates: I17 the chain of states, I18 the learning rate, I19 one step, I21 tokens, I23 effect."""
+
+from __future__ import annotations
+
+import math
+
+from shiftbook.ledger.events.state import CheckpointSaved
+from shiftbook.ledger.events.training import UpdateApplied
+from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.verify.lineage import MASTERS, MODEL, OPTIMIZER
+
+LEARNING_RATE_TOLERANCE = 1e-9
+"""Relative; covers a rate that went through decimal text, not one through float32."""
+
+
+class UpdateChain(Invariant):
+    """I17: an update begins with the state that the one before it left, or that was restored.
+
+    Policy, fp32 masters and optimizer state each form a chain; a bundle holds the state of its
+    place in the chain.
+    """
+
+    id = "I17"
+    title = "each update starts from the state the last one left"
+    needs = (
+        "fingerprints before and after in every UpdateApplied; parts of bundles by the same names"
+    )
+
+    def feed(self, step: Step) -> None:
+        event, chain = step.event, step.track.chain
+        if isinstance(event, UpdateApplied) and chain is not None:
+            for name, found in (
+                (MODEL, event.params_before),
+                (MASTERS, event.masters_before),
+                (OPTIMIZER, event.optimizer_before),
+            ):
+                expected = chain.part(name)
+                if expected is None:
+                    continue  # the first update of a life says where masters and optimizer begin
+                self.expect(
+                    found == expected,
+                    step.at,
+                    expected=f"{name} {short(expected)} as left at {chain.position}",
+                    found=f"{name} {short(found)}",
+                    cause="state changed between two updates: lost in a move, reloaded, or shared",
+                    action="Restore the last bundle; look at what lies between the positions.",
+                    others=(chain.position,),
+                )
+        elif isinstance(event, CheckpointSaved) and chain is not None:
+            for name in (MODEL, MASTERS, OPTIMIZER):
+                expected, saved = chain.part(name), event.parts.get(name)
+                if expected is None or saved is None:
+                    continue
+                self.expect(
+                    saved == expected,
+                    step.at,
+                    expected=f"{name} {short(expected)}, as the last update left it",
+                    found=f"{name} {short(saved)} in the bundle",
+                    cause="the bundle holds the state of another moment",
+                    action="Save under the same lock as the update, and fingerprint at the call.",
+                    others=(chain.position,),
+                )
+
+
+class LearningRate(Invariant):
+    """I18: the learning rate is the plan's at that number of applied updates."""
+
+    id = "I18"
+    title = "learning rate follows the declared schedule"
+    needs = "UpdateApplied.learning_rate and a schedule that this build knows (constant)"
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if not isinstance(event, UpdateApplied):
+            return
+        if step.plan is None:
+            self.missing("the job declared no plan")
+            return
+        if step.plan.update.learning_rate_schedule != "constant":
+            self.missing("this build does not know the declared learning-rate schedule")
+            return
+        expected = step.plan.update.learning_rate
+        self.expect(
+            math.isclose(event.learning_rate, expected, rel_tol=LEARNING_RATE_TOLERANCE),
+            step.at,
+            expected=f"learning rate {expected:g}",
+            found=f"{event.learning_rate:g}",
+            cause="the scheduler was not restored, or stepped where it should not",
+            action="Derive the rate from the number of applied updates, or amend the plan.",
+        )
+
+
+class OneStep(Invariant):
+    """I19: the optimizer's counter moves by one at each update, by none where it is skipped."""
+
+    id = "I19"
+    title = "optimizer counter moves by one"
+    needs = "UpdateApplied.optimizer_step"
+
+    def feed(self, step: Step) -> None:
+        event, chain = step.event, step.track.chain
+        if not isinstance(event, UpdateApplied):
+            return
+        if chain is None or chain.step is None:
+            self.passed()  # the first update of a life says where the counter begins
+            return
+        expected = chain.step + (0 if event.skipped else 1)
+        self.expect(
+            event.optimizer_step == expected,
+            step.at,
+            expected=f"optimizer step {expected}",
+            found=f"step {event.optimizer_step}",
+            cause="optimizer state was made anew, or an update was applied twice or not at all",
+            action="Restore the optimizer by parameter name, its counters included.",
+            others=(chain.position,),
+        )
+
+
+class GradientTokens(Invariant):
+    """I21: the tokens inside the applied gradient are those of the batch, and so is the divisor."""
+
+    id = "I21"
+    title = "tokens in the gradient are those of the batch"
+    needs = "BatchConsumed.tokens before UpdateApplied.tokens and .divisor"
+
+    def feed(self, step: Step) -> None:
+        event, pending = step.event, step.track.pending
+        if not isinstance(event, UpdateApplied):
+            return
+        if not pending.positions:
+            self.flag(
+                step.at,
+                expected="a BatchConsumed since the last update",
+                found="none",
+                cause="the update was applied to samples that nobody recorded",
+                action="Record what an update consumes before it is applied.",
+                others=(step.track.chain.position,) if step.track.chain else (),
+            )
+            return
+        self.expect(
+            event.tokens == pending.tokens,
+            step.at,
+            expected=f"{pending.tokens} tokens, as consumed",
+            found=f"{event.tokens} tokens in the gradient",
+            cause="a micro batch or a rank's part was left out, or counted twice",
+            action="Count tokens where gradients are accumulated, and reduce both together.",
+            others=pending.positions,
+        )
+        divides = step.plan.update.divisor if step.plan else "tokens"
+        divisor = float(pending.tokens if divides == "tokens" else pending.count)
+        self.expect(
+            event.divisor == divisor,
+            step.at,
+            expected=f"divisor {divisor:g} ({divides} of the whole batch)",
+            found=f"divisor {event.divisor:g}",
+            cause="the loss was divided by a local count, or twice",
+            action="Sum the loss, and divide once at the update by the global count.",
+            others=pending.positions,
+        )
+
+
+class Effect(Invariant):
+    """I23: an update of a gradient that is not zero changes the masters; a skipped one nothing."""
+
+    id = "I23"
+    title = "updates have the effect they claim"
+    needs = "UpdateApplied with grad_norm, skipped and the masters' fingerprints"
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if not isinstance(event, UpdateApplied):
+            return
+        changed = event.masters_before != event.masters_after
+        if event.skipped:
+            same = not changed and event.params_before == event.params_after
+            holds, expected = same, "a skipped update to leave masters and policy as they were"
+        elif not math.isfinite(event.grad_norm):
+            holds, expected = False, f"an update of gradient norm {event.grad_norm} to be skipped"
+        elif event.grad_norm > 0 and event.learning_rate > 0:
+            holds, expected = changed, f"masters changed by a gradient of norm {event.grad_norm:g}"
+        else:
+            self.passed()
+            return
+        self.expect(
+            holds,
+            step.at,
+            expected=expected,
+            found="masters changed" if changed else "masters have the same fingerprint",
+            cause="the step went to a copy, was rounded away, or was applied in spite of the skip",
+            action="Keep fp32 masters, and update the tensors that are published.",
+        )

@@ -1,0 +1,218 @@
+"""Versions: I8, a version is one policy; I13, staleness; I15, versions only go up."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.events.job import AttemptStarted, ExperimentForked, JobClosed
+from shiftbook.ledger.events.observation import IterationCompleted
+from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
+from shiftbook.ledger.events.sync import WeightSyncStarted
+from shiftbook.ledger.events.training import BatchConsumed, UpdateApplied
+from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.verify.lineage import MODEL, WINDOW
+
+
+def _claims(event: Event) -> Iterator[tuple[int, str]]:
+    """(version, fingerprint of the policy) as an event states them."""
+    match event:
+        case AttemptStarted() | JobClosed() | IterationCompleted():
+            yield event.policy_version, event.policy_fingerprint
+        case UpdateApplied():
+            yield event.policy_version, event.params_after
+        case WeightSyncStarted():
+            yield event.version, event.source_root
+        case CheckpointSaved() | CheckpointRestored() | StateFirstUsed():
+            if MODEL in event.parts:
+                yield event.policy_version, event.parts[MODEL]
+        case _:
+            pass
+
+
+class VersionIsPolicy(Invariant):
+    """I8: a policy version is one fingerprint, and a fingerprint one version, wherever both stand.
+
+    Two versions may share a fingerprint only where the update between them says that it changed
+    nothing. A job that replays in distribution only gives a replayed version a new fingerprint;
+    one that declares bits does not.
+    """
+
+    id = "I8"
+    title = "policy version and fingerprint one to one"
+    needs = "policy_version and the policy's fingerprint in UpdateApplied, syncs and bundles"
+
+    def begin(self) -> None:
+        self._by_version: OrderedDict[int, tuple[str, int]] = OrderedDict()
+        self._by_print: OrderedDict[str, tuple[int, int]] = OrderedDict()
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if isinstance(event, ExperimentForked):
+            self.begin()
+        bitwise = step.plan is None or step.plan.sampling.batch_composition == "bitwise"
+        if isinstance(event, AttemptStarted) and not bitwise:
+            self._forget_after(event.policy_version)
+        unchanged = isinstance(event, UpdateApplied) and event.params_before == event.params_after
+        for version, fingerprint in _claims(event):
+            self._judge(step, version, fingerprint, unchanged)
+
+    def _forget_after(self, version: int) -> None:
+        for later in [v for v in self._by_version if v > version]:
+            fingerprint, _ = self._by_version.pop(later)
+            self._by_print.pop(fingerprint, None)
+
+    def _judge(self, step: Step, version: int, fingerprint: str, unchanged: bool) -> None:
+        known = self._by_version.get(version)
+        if known is not None:
+            self.expect(
+                known[0] == fingerprint,
+                step.at,
+                expected=f"version {version} is policy {short(known[0])}",
+                found=f"{step.stored.type} says {short(fingerprint)}",
+                cause="a version was counted without an update, or the weights are of another one",
+                action="Bind the version to the fingerprint where the update is made.",
+                others=(known[1],),
+            )
+            return
+        other = self._by_print.get(fingerprint)
+        own = self.expect(
+            other is None or unchanged,
+            step.at,
+            expected=f"a fingerprint of its own for version {version}",
+            found=f"{short(fingerprint)}, which is version {other[0] if other else None}",
+            cause="the version went up and the weights did not",
+            action="See whether the update was applied, and to the published masters.",
+            others=(other[1],) if other else (),
+        )
+        if not own:
+            return  # a refuted claim is nothing to hold later ones against
+        self._by_version[version] = (fingerprint, step.at)
+        self._by_print.setdefault(fingerprint, (version, step.at))
+        for table in (self._by_version, self._by_print):
+            if len(table) > WINDOW:
+                table.popitem(last=False)
+
+
+class Staleness(Invariant):
+    """I13: no token is older than the plan's bound when it is trained on.
+
+    The trainer's version at consumption minus the oldest version of the sample's tokens is at most
+    the bound, never negative; without partial rollouts a sample is of one version.
+    """
+
+    id = "I13"
+    title = "staleness within the plan's bound"
+    needs = "version_min and version_max in the rows of SamplesGenerated, BatchConsumed with rows"
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if not isinstance(event, BatchConsumed):
+            return
+        if step.plan is None:
+            self.missing("the job declared no plan")
+            return
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of BatchConsumed cannot be read")
+            return
+        chain = step.track.chain
+        if chain is not None:
+            self.expect(
+                event.policy_version == chain.version,
+                step.at,
+                expected=f"consumed by version {chain.version}, the last that was made",
+                found=f"policy_version {event.policy_version}",
+                cause="the trainer's version counter and its weights went apart",
+                action="Stamp the version of the weights that the gradient is taken at.",
+                others=(chain.position,),
+            )
+        self._rows(step, event, step.plan.sampling.staleness_bound)
+
+    def _rows(self, step: Step, event: BatchConsumed, bound: int) -> None:
+        assert step.rows is not None
+        assert step.plan is not None
+        partial = step.plan.sampling.partial_rollouts
+        stale: list[tuple[str, str, int | None]] = []
+        lows = []
+        for uid in step.rows["uid"]:
+            sample = step.track.samples.get(uid)
+            if sample is None or sample.tokens is None:
+                if sample is not None and sample.unknown is not None:
+                    self.missing(sample.unknown)
+                continue
+            self.passed()
+            low, high = sample.version_min, sample.version_max
+            lows.append(low)
+            lag = event.policy_version - low
+            if lag > bound or high > event.policy_version or high < low:
+                stale.append((uid, f"tokens of versions {low} to {high}", sample.generated))
+            elif low != high and not partial:
+                stale.append((uid, f"versions {low} to {high} in one sample", sample.generated))
+        if stale:
+            uid, found, proof = stale[0]
+            span = f"versions {max(0, event.policy_version - bound)} to {event.policy_version}"
+            alone = "" if partial else ", one version a sample"
+            also = f"; {len(stale) - 1} more samples" if len(stale) > 1 else ""
+            self.flag(
+                step.at,
+                expected=f"{uid}: tokens of {span}{alone}",
+                found=found + also,
+                cause="generation went on under other weights than the plan allows",
+                action="Hold requests until their engine has the version, or declare the bound.",
+                others=(proof,),
+            )
+        if lows:
+            self.expect(
+                event.version_min == min(lows),
+                step.at,
+                expected=f"version_min {min(lows)}, the oldest of its rows",
+                found=f"version_min {event.version_min}",
+                cause="the event was filled from a counter, not from the samples",
+                action="Take version_min from the consumed rows.",
+            )
+
+
+class VersionsMonotone(Invariant):
+    """I15: each update makes the next version; an attempt begins at its bundle's version."""
+
+    id = "I15"
+    title = "versions go up by one along the lineage"
+    needs = "UpdateApplied.policy_version, AttemptStarted.policy_version, CheckpointSaved"
+
+    def feed(self, step: Step) -> None:
+        event, track = step.event, step.track
+        if isinstance(event, UpdateApplied) and track.chain is not None:
+            self.expect(
+                event.policy_version == track.chain.version + 1,
+                step.at,
+                expected=f"version {track.chain.version + 1}",
+                found=f"version {event.policy_version}",
+                cause="the version counter was not restored, or counts something else",
+                action="Restore the counter with the weights; count updates and nothing else.",
+                others=(track.chain.position,),
+            )
+        elif isinstance(event, AttemptStarted | CheckpointRestored) and event.bundle:
+            mark = track.marks.get(event.bundle)
+            if mark is None:
+                self.missing("the attempt's bundle was not saved in this ledger")
+                return
+            self.expect(
+                event.policy_version == mark.saved.policy_version,
+                step.at,
+                expected=f"version {mark.saved.policy_version} of the bundle",
+                found=f"version {event.policy_version}",
+                cause="the version counter was not restored with the weights",
+                action="Take the version from the bundle's manifest.",
+                others=(mark.position,),
+            )
+        elif isinstance(event, CheckpointSaved) and track.chain is not None:
+            self.expect(
+                event.policy_version == track.chain.version,
+                step.at,
+                expected=f"a bundle of version {track.chain.version}",
+                found=f"version {event.policy_version}",
+                cause="the bundle's fields were read from a live counter, too late",
+                action="Take version and tensors from one moment, at the save call.",
+                others=(track.chain.position,),
+            )

@@ -1,0 +1,161 @@
+"""The judgement: folds a stream of events and shows each, with the state before, to invariants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from pydantic import ValidationError
+from shiftbook.ledger.envelope import SYSTEM_JOB, StoredEvent
+from shiftbook.ledger.errors import InvalidEvent, ShiftbookError
+from shiftbook.ledger.events.base import Event, Segment, UnknownEvent
+from shiftbook.ledger.events.training import BatchConsumed, SamplesDrawn, UpdateApplied
+from shiftbook.ledger.state import LedgerState
+from shiftbook.verify.coverage import Coverage, Row
+from shiftbook.verify.evidence import RowSource
+from shiftbook.verify.findings import Finding, FindingList
+from shiftbook.verify.invariants import INVARIANTS, NOT_JUDGED
+from shiftbook.verify.invariants.base import End, Invariant, Step
+from shiftbook.verify.invariants.operations import open_operations
+from shiftbook.verify.lineage import Track
+
+FIRST_PASS = frozenset({"integrity", "evidence"})
+"""Rows of the coverage table that the first pass fills, for all jobs together."""
+
+
+@dataclass
+class Bench:
+    """One job before the judge: its lineage and its invariants."""
+
+    track: Track
+    invariants: list[Invariant]
+    events: int = 0
+    trained: bool = False
+    """True once something of the training record was seen."""
+    unknown: dict[str, int] = field(default_factory=dict)
+    """Unknown types and how often each stands in the ledger."""
+
+
+class Judge:
+    """Feed events in the order of their positions, then ``close``. Holds no event and no row.
+
+    ``jobs`` limits whose events are judged; the fold takes in all of them, since leases are shared.
+    ``on_finding`` is called as each finding is made.
+    """
+
+    def __init__(
+        self,
+        rows: RowSource,
+        *,
+        jobs: Collection[str] | None = None,
+        on_finding: Callable[[Finding], None] | None = None,
+    ) -> None:
+        self.state = LedgerState()
+        self.findings = FindingList()
+        self.benches: dict[str, Bench] = {}
+        self._rows = rows
+        self._jobs = jobs
+        self._on_finding = on_finding
+        self._closed: Coverage | None = None
+
+    def feed(self, stored: StoredEvent) -> None:
+        """Judge the next event and take it into the fold."""
+        event, problem = _read(stored)
+        bench = self._bench(stored.job)
+        if bench is not None:
+            self._judge(bench, stored, event, problem)
+        self._fold(stored, bench, problem)
+
+    def close(self) -> Coverage:
+        """Judge what is left at the end of the range; the coverage table. Call it once."""
+        if self._closed is None:
+            self._closed = Coverage(
+                [row for name, bench in self.benches.items() for row in self._close(name, bench)]
+            )
+        return self._closed
+
+    def open_operations(self) -> dict[str, list[str]]:
+        """What is open at the head of jobs that are not closed, in words, by job."""
+        return {
+            name: listed
+            for name in self.benches
+            if self.state.job(name).status != "closed"
+            and (listed := open_operations(self.state.job(name)))
+        }
+
+    def report(self, finding: Finding) -> None:
+        """Keep a finding."""
+        if self.findings.add(finding) and self._on_finding is not None:
+            self._on_finding(finding)
+
+    def _bench(self, job: str) -> Bench | None:
+        if job == SYSTEM_JOB or (self._jobs is not None and job not in self._jobs):
+            return None
+        if job not in self.benches:
+            self.benches[job] = Bench(Track(), [make(job, self.report) for make in INVARIANTS])
+        return self.benches[job]
+
+    def _judge(self, bench: Bench, stored: StoredEvent, event: Event, problem: str | None) -> None:
+        bench.events += 1
+        bench.trained = bench.trained or isinstance(
+            event, SamplesDrawn | BatchConsumed | UpdateApplied
+        )
+        if problem is None and isinstance(event, UnknownEvent):
+            name = f"{stored.type} (schema {stored.schema})"
+            if name in bench.unknown or len(bench.unknown) < 64:
+                bench.unknown[name] = bench.unknown.get(name, 0) + 1
+        segment = getattr(event, "segment", None)
+        # Rows are read once for all invariants and dropped with the event.
+        rows = self._rows(stored.type, segment) if isinstance(segment, Segment) else None
+        job = self.state.job(stored.job)
+        step = Step(self.state, job, bench.track, stored, event, rows, problem)
+        for invariant in bench.invariants:
+            invariant.feed(step)
+        bench.track.apply(stored, event, job.plan, rows)
+
+    def _fold(self, stored: StoredEvent, bench: Bench | None, problem: str | None) -> None:
+        if problem is None:
+            try:
+                self.state.apply(stored)
+                return
+            except (ShiftbookError, ValidationError) as error:
+                # An amendment that makes the plan invalid; the plan stays as it was.
+                if bench is not None:
+                    legality = bench.invariants[0]
+                    legality.flag(
+                        stored.position,
+                        expected=f"a {stored.type} that leaves a valid state",
+                        found=" ".join(str(error).split())[:200],
+                        cause="the event names a field or value that the plan cannot hold",
+                        action="Amend the plan with a value that its model accepts.",
+                    )
+        self.state.position = stored.position
+        if stored.job in self.state.jobs:
+            self.state.jobs[stored.job].version = stored.version
+
+    def _close(self, name: str, bench: Bench) -> list[Row]:
+        job = self.state.job(name)
+        end = End(self.state, job, bench.track, self.state.position)
+        required = set(job.plan.required_invariants) if job.plan else set()
+        rows = []
+        for invariant in bench.invariants:
+            invariant.close(end)
+            row = invariant.row(end)
+            row.required = row.invariant in required
+            rows.append(row)
+        for id_, (title, why) in NOT_JUDGED.items():
+            rows.append(Row(name, id_, title, required=id_ in required, missing={why: 1}))
+        known = {row.invariant for row in rows}
+        for id_ in sorted(required - known - FIRST_PASS):
+            why = "this build knows no invariant of that name"
+            rows.append(Row(name, id_, "", required=True, missing={why: 1}))
+        return rows
+
+
+def _read(stored: StoredEvent) -> tuple[Event, str | None]:
+    try:
+        return stored.parsed(), None
+    except (InvalidEvent, ValidationError) as error:
+        # ValidationError: a body that is not even an UnknownEvent, such as one that is no object.
+        problem = " ".join(str(error).split())[:200]
+        return UnknownEvent(), problem

@@ -1,0 +1,324 @@
+"""The effective lineage of a job: what stands after crashes, restores and replays are unwound.
+
+A job is a tree of attempts. A new attempt starts where its bundle stood, so what an earlier attempt
+did after that bundle is no longer part of the policy. The track holds the effective path alone:
+where the sampler stands, which samples are open, and the state that the last update left.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+
+from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.events.job import AttemptStarted
+from shiftbook.ledger.events.observation import IterationCompleted
+from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved
+from shiftbook.ledger.events.training import (
+    BatchConsumed,
+    SamplesDrawn,
+    SamplesDropped,
+    SamplesGenerated,
+    SamplesRewarded,
+    UpdateApplied,
+)
+from shiftbook.ledger.plan import Plan
+from shiftbook.verify.evidence import Rows
+
+MODEL, MASTERS, OPTIMIZER, REFERENCE = "model", "masters", "optimizer", "reference"
+"""Names of the parts whose fingerprints an update also records."""
+
+WINDOW = 4096
+"""Draws, marks and iterations that are remembered back in time. Bounds the memory."""
+
+MAX_SAMPLES_A_DRAW = 1_000_000
+"""Samples that one SamplesDrawn event may open; a forged group size cannot fill the memory."""
+
+
+@dataclass(slots=True)
+class Sample:
+    """One drawn and not yet forgotten sample; positions are None until it got there."""
+
+    uid: str
+    ordinal: int
+    iteration: int
+    drawn: int
+    generated: int | None = None
+    tokens: str | None = None
+    version_min: int = 0
+    version_max: int = 0
+    rewarded: int | None = None
+    reward: float | None = None
+    reward_tokens: str | None = None
+    consumed: tuple[int, ...] = ()
+    dropped: int | None = None
+    unknown: str | None = None
+    """Why its record is not known (its rows are missing, or they were let go before a restore)."""
+
+    def closed(self, epochs: int) -> bool:
+        """True when nothing more is expected of it."""
+        return self.dropped is not None or len(self.consumed) >= epochs
+
+
+@dataclass(slots=True)
+class Chain:
+    """The training state as the last update of the lineage left it; None where not recorded."""
+
+    version: int
+    position: int
+    params: str | None = None
+    masters: str | None = None
+    optimizer: str | None = None
+    step: int | None = None
+
+    def part(self, name: str) -> str | None:
+        """Fingerprint by the name that the part has in a bundle."""
+        by_name = {MODEL: self.params, MASTERS: self.masters, OPTIMIZER: self.optimizer}
+        return by_name.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A run of draw ordinals, remembered after its samples were let go."""
+
+    start: int
+    stop: int
+    group_size: int
+    iteration: int
+    position: int
+    consumed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A bundle, and where the lineage stood when it was saved."""
+
+    saved: CheckpointSaved
+    position: int
+    chain: Chain | None
+    samples: tuple[Sample, ...]
+
+
+@dataclass(slots=True)
+class Consumed:
+    """What was consumed since the last update."""
+
+    tokens: int = 0
+    count: int = 0
+    positions: list[int] = field(default_factory=list)
+    groups_by_rank: dict[int, set[int]] = field(default_factory=dict)
+    unknown: str | None = None
+
+
+class Track:
+    """Follows one job's effective lineage. ``apply`` comes after the invariants saw the event."""
+
+    def __init__(self) -> None:
+        self.attempt: AttemptStarted | None = None
+        self.attempt_position = -1
+        self.mark: Mark | None = None
+        """The bundle from which the lineage last went on."""
+        self.restored: tuple[CheckpointRestored, int] | None = None
+        self.cursor: int | None = None
+        """Ordinal of the next draw; None while it is not known."""
+        self.redraw: int | None = None
+        """A second place from which draws may go on: the cursor of a restore within an attempt."""
+        self.samples: OrderedDict[str, Sample] = OrderedDict()
+        self.closed: deque[Drawn] = deque(maxlen=WINDOW)
+        self.draws: deque[Drawn] = deque(maxlen=WINDOW)
+        self.chain: Chain | None = None
+        self.pending = Consumed()
+        self.marks: OrderedDict[str, Mark] = OrderedDict()
+
+    def apply(
+        self, stored: StoredEvent, event: Event, plan: Plan | None, rows: Rows | None
+    ) -> None:
+        """Take in the next event of the job."""
+        at = stored.position
+        match event:
+            case AttemptStarted():
+                self._start(event, at)
+            case CheckpointSaved():
+                self._save(event, at, plan)
+            case CheckpointRestored():
+                self._restore(event, at)
+            case SamplesDrawn():
+                self._draw(event, at)
+            case SamplesGenerated():
+                self._generated(event, at, rows)
+            case SamplesRewarded():
+                self._rewarded(event, at, rows)
+            case SamplesDropped():
+                for uid in event.uids:
+                    if uid in self.samples:
+                        self.samples[uid].dropped = at
+            case BatchConsumed():
+                self._consumed(event, at, rows)
+            case UpdateApplied():
+                self.chain = Chain(
+                    event.policy_version,
+                    at,
+                    event.params_after,
+                    event.masters_after,
+                    event.optimizer_after,
+                    event.optimizer_step,
+                )
+                self.pending = Consumed()
+                self._let_go(event.iteration - 1, plan)
+            case IterationCompleted():
+                self._let_go(event.iteration, plan)
+            case _:
+                pass
+
+    def find_closed(self, ordinal: int) -> Drawn | None:
+        """The closed run of draws that an ordinal belongs to, as far back as is remembered."""
+        return next((d for d in self.closed if d.start <= ordinal < d.stop), None)
+
+    def outstanding(self, plan: Plan | None) -> list[Sample]:
+        """Samples that were drawn and neither consumed nor dropped."""
+        epochs = plan.update.epochs_per_batch if plan else 1
+        return [s for s in self.samples.values() if not s.closed(epochs)]
+
+    def _start(self, event: AttemptStarted, at: int) -> None:
+        self.attempt, self.attempt_position = event, at
+        self.restored, self.redraw, self.pending = None, None, Consumed()
+        self.mark = self.marks.get(event.bundle) if event.bundle else None
+        start = Chain(event.policy_version, at, params=event.policy_fingerprint)
+        if self.mark is not None:
+            self.cursor = self.mark.saved.cursor
+            self.chain = _chain_of(self.mark, start)
+            self.samples = OrderedDict((s.uid, replace(s)) for s in self.mark.samples)
+        else:
+            # Without a bundle a life begins at the beginning; an unknown bundle says nothing.
+            self.cursor = 0 if event.bundle is None else None
+            self.chain = start
+            self.samples = OrderedDict()
+        first = self.cursor if self.cursor is not None else 0
+        self.closed = deque((d for d in self.closed if d.stop <= first), maxlen=WINDOW)
+        self.draws = deque((d for d in self.draws if d.stop <= first), maxlen=WINDOW)
+
+    def _save(self, event: CheckpointSaved, at: int, plan: Plan | None) -> None:
+        chain = replace(self.chain) if self.chain is not None else None
+        open_samples = tuple(replace(s) for s in self.outstanding(plan))
+        self.marks[event.bundle] = Mark(event, at, chain, open_samples)
+        self.marks.move_to_end(event.bundle)
+        if len(self.marks) > WINDOW:
+            self.marks.popitem(last=False)
+
+    def _restore(self, event: CheckpointRestored, at: int) -> None:
+        self.restored = (event, at)
+        mark = self.marks.get(event.bundle)
+        base = Chain(event.policy_version, at, params=event.parts.get(MODEL))
+        if mark is None:
+            self.chain = _with_parts(base, event.parts)
+            self.cursor = event.cursor if self.cursor is None else self.cursor
+            return
+        self.mark = mark
+        self.chain = _chain_of(mark, base)
+        self.pending = Consumed()
+        # Updates after the bundle are undone, so what they consumed is owed again; what was drawn
+        # stays drawn, and drawing it again is as good.
+        self.redraw = mark.saved.cursor
+        for sample in self.samples.values():
+            sample.consumed = tuple(p for p in sample.consumed if p < mark.position)
+        for sample in mark.samples:
+            self.samples.setdefault(sample.uid, replace(sample))
+        again = [d for d in self.draws if d.stop > mark.saved.cursor]
+        for run in again:
+            self._open(run, unknown="let go before a restore within the attempt")
+        self.closed = deque((d for d in self.closed if d.stop <= mark.saved.cursor), maxlen=WINDOW)
+
+    def _open(self, run: Drawn, unknown: str | None = None) -> None:
+        most = max(1, MAX_SAMPLES_A_DRAW // max(1, run.stop - run.start))
+        for ordinal in range(run.start, run.stop):
+            for member in range(min(run.group_size, most)):
+                uid = f"{ordinal:06d}/{member}"
+                if uid not in self.samples:
+                    self.samples[uid] = Sample(
+                        uid, ordinal, run.iteration, run.position, unknown=unknown
+                    )
+
+    def _draw(self, event: SamplesDrawn, at: int) -> None:
+        stop = event.start + len(event.indices)
+        run = Drawn(event.start, stop, event.group_size, event.iteration, at)
+        for uid in [u for u, s in self.samples.items() if event.start <= s.ordinal < stop]:
+            del self.samples[uid]
+        self.draws = deque((d for d in self.draws if d.stop <= event.start), maxlen=WINDOW)
+        self.draws.append(run)
+        self._open(run)
+        self.cursor = stop
+        if self.redraw is not None and event.start <= self.redraw:
+            self.redraw = None
+
+    def _generated(self, event: SamplesGenerated, at: int, rows: Rows | None) -> None:
+        if rows is None or rows.problem:
+            self._blind(event.iteration, "rows of SamplesGenerated cannot be read")
+            return
+        columns = (rows["uid"], rows["token_digest"], rows["version_min"], rows["version_max"])
+        for uid, tokens, low, high in zip(*columns, strict=True):
+            sample = self.samples.get(uid)
+            if sample is not None:
+                sample.generated, sample.tokens, sample.unknown = at, tokens, None
+                sample.version_min, sample.version_max = low, high
+
+    def _rewarded(self, event: SamplesRewarded, at: int, rows: Rows | None) -> None:
+        if rows is None or rows.problem:
+            self._blind(event.iteration, "rows of SamplesRewarded cannot be read")
+            return
+        columns = (rows["uid"], rows["token_digest"], rows["reward"])
+        for uid, tokens, reward in zip(*columns, strict=True):
+            sample = self.samples.get(uid)
+            if sample is not None:
+                sample.rewarded, sample.reward, sample.reward_tokens = at, reward, tokens
+
+    def _consumed(self, event: BatchConsumed, at: int, rows: Rows | None) -> None:
+        self.pending.tokens += event.tokens
+        self.pending.count += event.count
+        self.pending.positions.append(at)
+        if rows is None or rows.problem:
+            self._blind(event.iteration, "rows of BatchConsumed cannot be read")
+            self.pending.unknown = "rows of BatchConsumed cannot be read"
+            return
+        for uid in rows["uid"]:
+            sample = self.samples.get(uid)
+            if sample is not None:
+                sample.consumed = (*sample.consumed, at)
+        for rank, group in zip(rows["virtual_rank"], rows["group"], strict=True):
+            self.pending.groups_by_rank.setdefault(rank, set()).add(group)
+
+    def _blind(self, iteration: int, why: str) -> None:
+        for sample in self.samples.values():
+            if sample.iteration <= iteration:
+                sample.unknown = why
+
+    def _let_go(self, iteration: int, plan: Plan | None) -> None:
+        """Forget samples of iterations that no later update may consume."""
+        bound = plan.sampling.staleness_bound if plan else 0
+        old = [s for s in self.samples.values() if s.iteration <= iteration - bound]
+        if not old:
+            return
+        runs = {d.start: d for d in self.draws}
+        last_consumed: dict[int, int] = {}
+        for sample in old:
+            del self.samples[sample.uid]
+            if sample.consumed:
+                last_consumed[sample.drawn] = sample.consumed[-1]
+        for run in runs.values():
+            if any(s.drawn == run.position for s in old):
+                self.closed.append(replace(run, consumed=last_consumed.get(run.position)))
+
+
+def _chain_of(mark: Mark, fallback: Chain) -> Chain:
+    """State that a bundle holds: what the update before it left, checked against its parts."""
+    base = mark.chain if mark.chain is not None else fallback
+    return _with_parts(replace(base, version=mark.saved.policy_version), mark.saved.parts)
+
+
+def _with_parts(chain: Chain, parts: dict[str, str]) -> Chain:
+    return replace(
+        chain,
+        params=parts.get(MODEL, chain.params),
+        masters=parts.get(MASTERS, chain.masters),
+        optimizer=parts.get(OPTIMIZER, chain.optimizer),
+    )

@@ -1,0 +1,159 @@
+"""Reads a ledger's rows as they are stored, damaged ones too, in short reads that block nobody."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shiftbook.ledger.dialect import open_dialect
+from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
+from shiftbook.verify.errors import UnreadableStore
+
+COLUMNS = (
+    "position",
+    "job",
+    "version",
+    "type",
+    "schema",
+    "operation",
+    "key",
+    "writer",
+    "sequence",
+    "recorded_ns",
+)
+"""Columns that repeat what stands in the bytes."""
+
+READ_ROWS = 512
+
+# The driver decodes names of columns as UTF-8 whatever they hold, and a damaged length may ask for
+# more memory or a larger number than there is.
+_DAMAGE = (sqlite3.Error, UnicodeError, OverflowError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row of the table of events, nothing parsed: columns by name, bytes and stored leaf."""
+
+    position: int
+    columns: dict[str, Any]
+    data: bytes
+    leaf: bytes
+
+
+class DamagedPages(Exception):
+    """The store gave up in the middle of the table; ``after`` is the last position it gave."""
+
+    def __init__(self, after: int, reason: str) -> None:
+        super().__init__(reason)
+        self.after, self.reason = after, reason
+
+
+def _plain(value: Any) -> Any:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+class RawEvents:
+    """The table of events of an SQLite ledger, opened for reading only.
+
+    Raises UnreadableStore where the file cannot be opened as a ledger at all. What is wrong inside
+    the table shows as rows that do not fit, or as DamagedPages.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            dialect = open_dialect(url, lock_timeout_s=5.0)
+            exists = dialect.exists()
+        except LedgerError as error:
+            raise UnreadableStore(str(error)) from error
+        if not exists or dialect.path is None:
+            raise UnreadableStore(
+                f"expected a ledger at {dialect.url}, found nothing; check the path"
+            )
+        self.path: Path = dialect.path
+        try:
+            self._connection: sqlite3.Connection = dialect.reader()
+            self._connection.text_factory = bytes
+            names = {
+                _plain(row[1])
+                for row in self._connection.execute("PRAGMA table_info(events)").fetchall()
+            }
+        except (LedgerUnreachable, *_DAMAGE) as error:
+            raise UnreadableStore(
+                f"expected a ledger at {self.path}, found a file that cannot be read as one "
+                f"({_one_line(error)}); check the path, or restore it from a copy"
+            ) from error
+        except LedgerError as error:
+            raise UnreadableStore(str(error)) from error
+        lacking = sorted({*COLUMNS, "data", "leaf"} - names)
+        if lacking:
+            self._connection.close()
+            what = f"without {', '.join(lacking[:3])}" if names else "without a table of events"
+            raise UnreadableStore(
+                f"expected a ledger at {self.path}, found a database {what}; check the path"
+            )
+
+    def __enter__(self) -> RawEvents:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+
+    def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
+        """Rows with ``after < position <= until`` in order; raises DamagedPages."""
+        # Quoted names: `schema` and `key` are words of SQL.
+        listed = ", ".join(f'"{name}"' for name in (*COLUMNS, "data", "leaf"))
+        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        while True:
+            try:
+                page = self._connection.execute(
+                    f"SELECT {listed} FROM events WHERE position > ? AND position <= ? "
+                    "ORDER BY position LIMIT ?",
+                    (after, limit, READ_ROWS),
+                ).fetchall()
+            except _DAMAGE as error:
+                raise DamagedPages(after, _one_line(error)) from error
+            for values in page:
+                row = _row(values)
+                if row.position <= after:
+                    raise DamagedPages(after, f"position {row.position} came after {after}")
+                after = row.position
+                yield row
+            if len(page) < READ_ROWS:
+                return
+
+    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """(job, key, first, last, count) of keys whose events are no single batch."""
+        try:
+            found = self._connection.execute(
+                "SELECT job, key, min(position), max(position), count(*) FROM events "
+                "WHERE key IS NOT NULL GROUP BY job, key "
+                "HAVING max(position) - min(position) + 1 <> count(*)"
+            )
+            for job, key, first, last, count in found:
+                yield str(_plain(job)), str(_plain(key)), first, last, count
+        except _DAMAGE as error:
+            raise DamagedPages(-1, _one_line(error)) from error
+
+
+def _row(values: tuple[Any, ...]) -> RawRow:
+    columns = {name: _plain(value) for name, value in zip(COLUMNS, values, strict=False)}
+    data, leaf = values[-2], values[-1]
+    return RawRow(
+        columns["position"],
+        columns,
+        data if isinstance(data, bytes) else str(data).encode(),
+        leaf if isinstance(leaf, bytes) else str(leaf).encode(),
+    )
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

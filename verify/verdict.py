@@ -1,0 +1,232 @@
+"""The verdict on a ledger: both passes over a range, findings, and what could not be judged."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from shiftbook.ledger.envelope import SYSTEM_JOB
+from shiftbook.ledger.errors import InvalidInput, UnknownJob, UnknownPosition
+from shiftbook.verify.coverage import Coverage
+from shiftbook.verify.errors import NothingToJudge
+from shiftbook.verify.evidence import EvidenceFolder
+from shiftbook.verify.findings import Finding
+from shiftbook.verify.integrity import Integrity, IntegrityReport, sound_events
+from shiftbook.verify.judge import Judge
+from shiftbook.verify.stored import DamagedPages, RawEvents
+
+EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
+
+POLL_S = 0.1
+"""Pause between two looks at a live ledger."""
+
+UNPROTECTED = (
+    "heads of this ledger are not signed yet: whoever can write its file could replace the whole "
+    "history unnoticed; keep the leaf of the last event somewhere else to compare"
+)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What both passes say about the events from 0 to ``last``."""
+
+    url: str
+    jobs: tuple[str, ...]
+    findings: tuple[Finding, ...]
+    coverage: Coverage
+    last: int
+    """Last position in the range; -1 where the first event is damaged already."""
+    judged_until: int
+    """Last position that was judged: the one before the first damage, or ``last``."""
+    head: str
+    """Leaf of the event at ``judged_until``, hex; empty where none is sound."""
+    could_not: tuple[str, ...] = ()
+    """Why a part of the question has no answer; empty for a whole verdict."""
+    notes: tuple[str, ...] = ()
+    findings_left_off: int = 0
+    integrity_broken: bool = False
+    open_operations: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 clean; 1 findings; 2 could not judge. A finding counts even where more is missing."""
+        if self.findings:
+            return EXIT_FINDINGS
+        return EXIT_COULD_NOT if self.could_not else EXIT_CLEAN
+
+    @property
+    def word(self) -> str:
+        """The verdict in a word or two."""
+        return {EXIT_CLEAN: "clean", EXIT_FINDINGS: "findings"}.get(
+            self.exit_code, "could not judge"
+        )
+
+    def plain(self) -> dict[str, Any]:
+        """As plain values; the fields are the command's JSON contract."""
+        return {
+            "ledger": self.url,
+            "verdict": self.word,
+            "exit_code": self.exit_code,
+            "jobs": list(self.jobs),
+            "first": 0,
+            "last": self.last,
+            "judged_until": self.judged_until,
+            "head": self.head,
+            "unprotected_after": -1,
+            "findings": [finding.plain() for finding in self.findings],
+            "findings_left_off": self.findings_left_off,
+            "could_not": list(self.could_not),
+            "open_operations": self.open_operations,
+            "notes": list(self.notes),
+            "coverage": [row.plain() for row in self.coverage.rows],
+        }
+
+
+def verify(
+    ledger_url: str,
+    job: str | None = None,
+    until: int | None = None,
+    *,
+    on_finding: Callable[[Finding], None] | None = None,
+    on_event: Callable[[int], None] | None = None,
+) -> Verdict:
+    """Verify a ledger, or one job of it, from its first event to the head or ``until``. Only reads.
+
+    ``on_finding`` is called with each finding of the judgement as it is made, ``on_event`` with
+    each position. Raises UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
+    """
+    if until is not None and until < 0:
+        raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
+    with RawEvents(ledger_url) as raw:
+        rows = EvidenceFolder(raw)
+        integrity = Integrity(rows)
+        judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
+        for stored in sound_events(raw, integrity, until):
+            judge.feed(stored)
+            if on_event is not None:
+                on_event(stored.position)
+        report = integrity.finish()
+        if until is not None and not report.findings and until >= report.events:
+            raise UnknownPosition(until, report.events)
+        return _verdict(ledger_url, job, report, judge)
+
+
+def follow(
+    ledger_url: str,
+    job: str | None = None,
+    *,
+    stop: threading.Event,
+    poll_s: float = POLL_S,
+    on_finding: Callable[[Finding], None] | None = None,
+    on_event: Callable[[int], None] | None = None,
+) -> Verdict:
+    """Verify a live ledger as it grows, until the judged jobs are closed, damage, or ``stop``.
+
+    The same events give the same verdict as ``verify``. Raises as ``verify`` does.
+    """
+    with RawEvents(ledger_url) as raw:
+        rows = EvidenceFolder(raw)
+        integrity = Integrity(rows)
+        judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
+        after, sound = -1, True
+        while sound:
+            fresh = False
+            try:
+                for row in raw.rows(after):
+                    after, fresh = row.position, True
+                    stored = integrity.check(row)
+                    if stored is None:
+                        sound = False
+                        break
+                    judge.feed(stored)
+                    if on_event is not None:
+                        on_event(stored.position)
+            except DamagedPages as damage:
+                integrity.damaged(damage)
+                sound = False
+            if fresh and not stop.is_set():
+                continue  # the end is judged at the head, not in the middle of a page
+            if _all_closed(judge, job) or not sound or stop.wait(poll_s):
+                break
+        return _verdict(ledger_url, job, integrity.finish(), judge)
+
+
+def _all_closed(judge: Judge, job: str | None) -> bool:
+    if job is not None and job not in judge.benches:
+        raise UnknownJob(job, _names(judge))
+    return bool(judge.benches) and all(
+        judge.state.job(name).status == "closed" for name in judge.benches
+    )
+
+
+def _names(judge: Judge) -> list[str]:
+    return [name for name in judge.state.jobs if name != SYSTEM_JOB]
+
+
+def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -> Verdict:
+    broken = len(report.findings) > 0 and any(f.invariant == "integrity" for f in report.findings)
+    if not broken:
+        if report.events == 0:
+            raise NothingToJudge(
+                "expected a ledger with events, found an empty one; run a job first"
+            )
+        if job is not None and job not in judge.benches:
+            raise UnknownJob(job, _names(judge))
+        if not judge.benches:
+            raise NothingToJudge(
+                "expected events of a job, found none but the ledger's own; run a job first"
+            )
+    coverage = judge.close()
+    for row in report.rows:
+        row.required = any(
+            row.invariant in plan.required_invariants
+            for name in judge.benches
+            if (plan := judge.state.job(name).plan) is not None
+        )
+    coverage.rows[:0] = report.rows
+    could_not = _could_not(judge, coverage)
+    notes = [UNPROTECTED]
+    if broken:
+        notes.append(
+            f"judged to position {report.sound_until} only: what follows the first damage proves "
+            "nothing"
+        )
+    for name, bench in judge.benches.items():
+        for unknown, count in bench.unknown.items():
+            notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
+    findings = [*report.findings, *judge.findings]
+    return Verdict(
+        url=url,
+        jobs=tuple(judge.benches),
+        findings=tuple(sorted(findings, key=lambda f: (f.position, f.invariant, f.expected))),
+        coverage=coverage,
+        last=report.events - 1 if not broken else max(report.events - 1, report.sound_until),
+        judged_until=report.sound_until,
+        head=report.head.hex() if report.head else "",
+        could_not=tuple(could_not),
+        notes=tuple(notes),
+        findings_left_off=report.findings.left_off + judge.findings.left_off,
+        integrity_broken=broken,
+        open_operations=judge.open_operations(),
+    )
+
+
+def _could_not(judge: Judge, coverage: Coverage) -> list[str]:
+    reasons = []
+    for name in judge.benches:
+        state = judge.state.job(name)
+        if state.plan is None:
+            reasons.append(
+                f"job {name} declared no plan: begin it with JobOpened, which carries one"
+            )
+        elif not (judge.benches[name].trained or state.operations or state.syncs):
+            reasons.append(f"job {name} recorded neither a training step nor an operation")
+    verdict_jobs = ", ".join(judge.benches)
+    for row in coverage.unchecked_required():
+        reasons.append(
+            f"job {row.job or verdict_jobs} requires {row.invariant}, which was {row.status}: "
+            f"{row.reason}"
+        )
+    return reasons
