@@ -60,17 +60,11 @@ class Iteration:
 
     def first_turns(self) -> list[Work]:
         """The first turn of every episode, in group order so that groups complete early."""
-        return [self._turn(sample.episode) for sample in self.samples.values()]
+        return [self._turn(sample.episode, "trainer") for sample in self.samples.values()]
 
-    def _turn(self, episode: EpisodeState) -> Work:
+    def _turn(self, episode: EpisodeState, source: str) -> Work:
         request = episode.next_request()
-        # The groups in front go first among equals: complete groups feed the trainer.
-        return Work(
-            request.key,
-            request,
-            tool_calls_done=episode.calls,
-            cached_tokens=0,
-        )
+        return Work(request.key, request, tool_calls_done=episode.calls, source=source)
 
     def turn_done(self, result: TurnResult, worker: Worker) -> tuple[str, Work | int] | None:
         """Take in a turn: ``("tool", call)``, ``("group", index)`` when it completed a group, or
@@ -94,7 +88,7 @@ class Iteration:
             episode.absorb_tool(tokens)
             if episode.done:
                 return self._ended(uid)
-            return "rollout", self._turn(episode)
+            return "rollout", self._turn(episode, "tool")
 
     def _ended(self, uid: str) -> tuple[str, Work | int] | None:
         group = self.group_of(uid)

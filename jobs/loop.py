@@ -63,7 +63,7 @@ class TrainingLoop:
         self.devices = devices
         self.exchange = Exchange(
             [
-                Channel("loop", "rollout"),
+                Channel("trainer", "rollout"),
                 Channel("rollout", "tool"),
                 Channel("rollout", "inference"),
                 Channel("inference", "trainer"),
@@ -268,6 +268,7 @@ class TrainingLoop:
                     "referenced": len(iteration.referenced),
                     "trained": len(iteration.trained),
                     "samples": len(iteration.samples),
+                    "more": iteration.number + 1 < self.config.iterations,
                 }
         return {
             "now_ns": time.time_ns(),
@@ -622,7 +623,9 @@ class TrainingLoop:
         self._times.append(
             {
                 "iteration": number,
+                "began_s": began_s,
                 "wall_s": wall_s,
+                "turns": iteration.turns_done,
                 "reward_mean": event.reward_mean,
                 "fingerprint": event.policy_fingerprint,
                 "busy_s": {c: t.busy_s for c, t in event.components.items()},
@@ -796,8 +799,11 @@ class TrainingLoop:
         host = self._fleet.hosts[replica]
         with self.exchange.lock:
             channel = self.exchange.by_target[host.component]
-            workers = [worker for worker in list(channel._owed) if worker[0] == replica]
-            owed = [_key_text(key) for worker in workers for key in channel.lose(worker)]
+            owed = [
+                _key_text(key)
+                for worker in channel.workers(replica)
+                for key in channel.lose(worker)
+            ]
         known = self._ledger.state().job(self.config.job).replicas.get(replica)
         if known is not None:
             event = ReplicaLost(

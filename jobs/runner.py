@@ -26,6 +26,7 @@ from shiftbook.scheduler.fleet import Fleet, discover_devices
 
 POLL_S = 0.1
 LOOP_THREADS = 64
+CONTROLLER_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,12 @@ class RunningJob:
     def end(self) -> None:
         """End the loop and the controller; the workers stay warm for the next job."""
         ray = import_ray()
+        deadline = time.monotonic() + CONTROLLER_LIMIT_S
+        while self.controller is not None and time.monotonic() < deadline:
+            # Its last act is to tell what the moves of the last iteration brought.
+            if ray.get(self.controller.status.remote(), timeout=10)["finished"]:
+                break
+            threading.Event().wait(POLL_S)
         for handle in (self.controller, self.loop):
             if handle is not None:
                 ray.kill(handle, no_restart=True)

@@ -115,10 +115,11 @@ class GrantChecker:
         return self._ledger
 
     def _raise_floor(self, state: LedgerState) -> None:
-        """No epoch below the newest of any move that touched this worker's devices is obeyed."""
-        for operation in state.job(self.job).operations.values():
-            if not self.devices or set(self.devices) & set(operation.devices):
-                self.floor = max(self.floor, operation.epoch)
+        """No epoch below the newest of any move that covered this worker's devices is obeyed."""
+        epochs = state.job(self.job).epochs
+        self.floor = max(
+            self.floor, *(epochs.get(device, -1) for device in self.devices or epochs), -1
+        )
 
     def _check_operation(
         self, state: LedgerState, grant: Grant, stored: StoredEvent, method: str

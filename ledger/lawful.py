@@ -50,6 +50,7 @@ def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerSt
         jobs[name] = replace(
             job,
             attempts=dict(job.attempts),
+            epochs=dict(job.epochs),
             operations={k: replace(v) if k in touched else v for k, v in job.operations.items()},
             syncs={
                 k: replace(v, delivered=dict(v.delivered)) if k in touched else v

@@ -11,7 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shiftbook.ledger.errors import IllegalStep, LedgerUnreachable, StaleGrant, UnknownJob
+from shiftbook.ledger.errors import (
+    DeviceHeld,
+    IllegalStep,
+    LedgerUnreachable,
+    StaleGrant,
+    UnknownJob,
+)
 from shiftbook.ledger.events.reallocation import ReallocationQuiesced, ReallocationTransferred
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
@@ -24,6 +30,10 @@ __all__ = ["Mover", "Outcome", "finish_or_poison", "recover", "restore_or_poison
 
 TRIES = 3
 """How often a way is tried before it counts as impossible: one hiccup must not cost devices."""
+
+PASSING = (LedgerUnreachable, DeviceHeld)
+"""Errors that say nothing about whether a way is possible: the operation stays open for a later
+recovery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +159,7 @@ def _try(
         gate.holds(grant)
         try:
             act()
-        except LedgerUnreachable:
+        except PASSING:
             raise
         except Exception as error:  # a mover is other people's code: any failure of it counts
             failure = f"{type(error).__name__}: {error}"
@@ -164,7 +174,7 @@ def _stands(mover: Mover, wanted: Topology) -> str | None:
     """None when the mover sees the processes in a topology, else what it sees."""
     try:
         seen = mover.inspect()
-    except LedgerUnreachable:
+    except PASSING:
         raise
     except Exception as error:  # other people's code, as above
         return f"inspect failed: {type(error).__name__}: {error}"

@@ -138,6 +138,8 @@ class JobState:
     operations: dict[str, OperationState] = field(default_factory=dict)
     open_operation: str | None = None
     """The one reallocation that is granted and not closed."""
+    epochs: dict[str, int] = field(default_factory=dict)
+    """Device to the newest epoch of a move that covers it."""
     syncs: dict[str, SyncState] = field(default_factory=dict)
     open_sync: str | None = None
     replicas: dict[str, ReplicaState] = field(default_factory=dict)
@@ -416,6 +418,7 @@ def _granted(state: LedgerState, job: JobState, stored: StoredEvent, event: Even
         operation.step_limit_s = event.step_limit_s
         operation.controller = event.controller
         operation.mover = event.mover
+        job.epochs.update(dict.fromkeys(event.devices, stored.position))
         job.open_operation = operation.operation
 
 
@@ -426,6 +429,7 @@ def _taken_over(state: LedgerState, job: JobState, stored: StoredEvent, event: E
     if operation is not None:
         operation.epoch = stored.position
         operation.controller = event.controller
+        job.epochs.update(dict.fromkeys(operation.devices, stored.position))
         operation.last_position = stored.position
         operation.last_ns = stored.recorded_ns
 

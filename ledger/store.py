@@ -38,33 +38,44 @@ COMMIT_BYTES = 20_000
 T = TypeVar("T")
 
 
-class _Writing:
-    """The writing connection of a handle, closed under the lock whichever way it ends."""
+class _Connections:
+    """Both connections of a handle, closed in a safe way however the handle ends."""
 
     def __init__(self) -> None:
-        self.connection: Connection | None = None
+        self.reader: Connection | None = None
+        self.writer: Connection | None = None
         self.pid = os.getpid()
 
     def close(self, dialect: Dialect) -> None:
-        connection, self.connection = self.connection, None
-        if connection is None:
-            return
+        """Close the reader first, so that the writer's close can tidy the log away."""
+        reader, self.reader = self.reader, None
+        writer, self.writer = self.writer, None
         if os.getpid() != self.pid:
-            abandon(connection)
+            for connection in (reader, writer):
+                if connection is not None:
+                    abandon(connection)
+            return
+        if reader is not None:
+            _end(dialect, reader)
+        if writer is None:
             return
         try:
             dialect.lock()
         except LedgerError:
             # Without the lock, a close that checkpoints could meet another writer.
-            abandon(connection)
+            abandon(writer)
             return
         try:
-            if dialect.current(connection):
-                connection.close()
-            else:
-                abandon(connection)
+            _end(dialect, writer)
         finally:
             dialect.unlock()
+
+
+def _end(dialect: Dialect, connection: Connection) -> None:
+    if dialect.current(connection):
+        connection.close()
+    else:
+        abandon(connection)
 
 
 class Store:
@@ -87,14 +98,13 @@ class Store:
         self.statements = Statements(dialect)
         self._known = KnownHead()
         self._now_ns = now_ns
-        self._writing = _Writing()
+        self._open = _Connections()
         # Also when the handle is only dropped, or the program ends without closing it.
-        weakref.finalize(self, self._writing.close, dialect)
+        weakref.finalize(self, self._open.close, dialect)
         self._pid = os.getpid()
         self._in_doubt = False
         self._reads: dict[tuple[bool, int, bool, bool], Statement] = {}
         self._read_lock = threading.Lock()
-        self._reader: Connection | None = None
         self._closed = False
         if not dialect.exists():
             if read_only or not create:
@@ -124,7 +134,7 @@ class Store:
         except BaseException:
             connection.close()
             raise
-        self._reader = connection
+        self._open.reader = connection
 
     def _check(self, connection: Connection) -> None:
         try:
@@ -159,7 +169,7 @@ class Store:
         except BaseException:
             connection.close()
             raise
-        self._writing.connection = connection
+        self._open.writer = connection
         return connection
 
     def _verify_head(self, connection: Connection) -> None:
@@ -181,10 +191,7 @@ class Store:
         """Close both connections; the writing one under the lock, since closing checkpoints."""
         self._closed = True
         with self._read_lock:
-            if self._reader is not None:
-                self._reader.close()
-                self._reader = None
-        self._writing.close(self.dialect)
+            self._open.close(self.dialect)
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -208,7 +215,7 @@ class Store:
             )
         self.dialect.lock()
         try:
-            connection = self._writing.connection
+            connection = self._open.writer
             if connection is not None and not self.dialect.current(connection):
                 abandon(connection)
                 connection = None
@@ -276,7 +283,7 @@ class Store:
 
     def _drop(self, connection: Connection) -> None:
         """Give up a connection that failed; called under the lock."""
-        self._writing.connection = None
+        self._open.writer = None
         with contextlib.suppress(*self.dialect.errors):
             connection.close()
 
@@ -286,14 +293,14 @@ class Store:
         with self._read_lock:
             if self._closed:
                 raise LedgerUnreachable("expected an open ledger, found one that is closed")
-            if self._reader is None or os.getpid() != self._pid:
+            if self._open.reader is None or os.getpid() != self._pid:
                 raise LedgerUnreachable(
                     "expected a ledger opened by this process, found one inherited by a fork; "
                     "open it again after the fork"
                 )
             try:
                 return list(
-                    self._reader.execute(statement.text, statement.bind(**values)).fetchall()
+                    self._open.reader.execute(statement.text, statement.bind(**values)).fetchall()
                 )
             except self.dialect.errors as error:
                 raise self.dialect.explain(error) from error

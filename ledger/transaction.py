@@ -68,6 +68,14 @@ class Transaction:
 
         Raises IdempotencyConflict, VersionConflict or InvalidEvent; then nothing is staged.
         """
+        try:
+            return self._append(request)
+        except UnicodeEncodeError as error:
+            raise InvalidEvent(
+                f"expected names and keys that are Unicode text, found {error.object!r}"
+            ) from error
+
+    def _append(self, request: Request) -> Receipt:
         job, key = request.job, request.key
         if key is not None:
             earlier = self._earlier(job, key)

@@ -1,4 +1,4 @@
-"""Which numbers of replicas are worth a look: all of them in small systems, the best in large ones."""
+"""Which numbers of replicas are worth a look: all in small systems, the best in large ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
 from shiftbook.scheduler.allocation import allocate, margins_of_time
 
 Counts = NDArray[np.int64]
 """Shape (C, N): replicas of N components in C candidates."""
 
-ROUNDS = 4
+ROUNDS = 2
 """Rounds of exchanging replicas between two components; each takes the best of all exchanges."""
 
 

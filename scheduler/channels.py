@@ -30,6 +30,8 @@ class Work:
     """Part of the channel that it belongs to; a virtual rank for the trainer's."""
     tool_calls_done: int = 0
     cached_tokens: int = 0
+    source: str | None = None
+    """Component that it comes from, where that is not the channel's."""
 
 
 @dataclass
@@ -42,6 +44,8 @@ class Counts:
     returned: int = 0
     duplicates: int = 0
     last_answer_s: float = 0.0
+    by_source: dict[str, int] = field(default_factory=dict)
+    """Answered pieces by the component that they came from."""
 
 
 @dataclass
@@ -97,6 +101,8 @@ class Channel:
             self.counts.duplicates += 1
             return None
         self.counts.answered += 1
+        source = work.source or self.source
+        self.counts.by_source[source] = self.counts.by_source.get(source, 0) + 1
         self.counts.last_answer_s = time.monotonic()
         return work
 
@@ -136,6 +142,10 @@ class Channel:
         self._lanes.clear()
         self._owed.clear()
 
+    def workers(self, replica: str) -> list[Worker]:
+        """Processes of a replica that owe something."""
+        return [worker for worker, owed in self._owed.items() if worker[0] == replica and owed]
+
 
 class Exchange:
     """All channels of a job, and who may be fed from them; safe to use from several threads."""
@@ -171,4 +181,8 @@ class Exchange:
     def edges(self) -> dict[tuple[str, str], int]:
         """Answered pieces by (source, target): the pipeline as its traffic shows it."""
         with self.lock:
-            return {(c.source, c.target): c.counts.answered for c in self.by_target.values()}
+            return {
+                (source, channel.target): count
+                for channel in self.by_target.values()
+                for source, count in channel.counts.by_source.items()
+            }

@@ -1,16 +1,24 @@
-"""Which component may stand where: numbers of replicas to a topology and back, and kinds of move."""
+"""Which component may stand where: from numbers of replicas to a topology, and kinds of move."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
 from shiftbook.ledger.events.job import ElasticRange
 from shiftbook.ledger.events.reallocation import Strategy
 from shiftbook.ledger.topology import Device, Replica, Topology
 from shiftbook.scheduler.errors import PlanningError
 
 COMBINED = "combined"
+
+Positions = NDArray[np.int64]
+"""Where replicas begin, as positions in the declared order of the devices."""
+
+Mask = NDArray[np.bool_]
+"""One flag a device."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,8 @@ class Roles:
 
     def strategy(self, before: Topology, after: Topology) -> Strategy:
         """``reshard`` where the trainer's replicas change, else ``pause``."""
+        if before.replicas(self.trainer) is after.replicas(self.trainer):
+            return "pause"
         same = _places(before, self.trainer) == _places(after, self.trainer)
         return "pause" if same else "reshard"
 
@@ -83,15 +93,19 @@ class Layout:
         if not devices:
             raise PlanningError("expected at least one device to plan with, found none")
         self.devices = tuple(devices)
+        self.kinds = sorted({device.kind for device in devices})
         self.names = [device.name for device in devices]
-        self.nodes = [name.rsplit("/", 1)[0] for name in self.names]
         self.index = {name: position for position, name in enumerate(self.names)}
+        nodes = [name.rsplit("/", 1)[0] for name in self.names]
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        self.node = np.array([numbers[node] for node in nodes])
         self.elastic = dict(elastic)
         self.roles = roles
         self.colocate = colocate
         self.largest_trainer = largest_trainer
         self._pool: dict[tuple[str, int], dict[int, Replica]] = {}
         self._adopted: Topology | None = None
+        self._now: dict[str, Positions] = {}
 
     def adopt(self, topology: Topology) -> None:
         """Know the replicas that stand: the same place stays the same replica.
@@ -100,15 +114,21 @@ class Layout:
         """
         if topology is self._adopted:
             return
-        for component, replica in topology.walk():
-            position = self.index.get(replica.devices[0]) if replica.devices else None
-            if position is None:
-                raise PlanningError(
-                    f"{component} stands on {' '.join(replica.devices) or 'no device'}, which is "
-                    f"none of the {len(self.names)} devices to plan with; declare it or move away"
-                )
-            self._pool.setdefault((component, len(replica.devices)), {})[position] = replica
-        self._adopted = topology
+        index, now = self.index, {}
+        for component, replicas in topology.components.items():
+            starts = []
+            for replica in replicas:
+                position = index.get(replica.devices[0]) if replica.devices else None
+                if position is None:
+                    raise PlanningError(
+                        f"{component} stands on {' '.join(replica.devices) or 'no device'}, which "
+                        f"is none of the {len(self.names)} devices to plan with; declare it or "
+                        "move away"
+                    )
+                self._pool.setdefault((component, len(replica.devices)), {})[position] = replica
+                starts.append(position)
+            now[component] = np.array(sorted(starts), dtype=np.int64)
+        self._now, self._adopted = now, topology
 
     def sizes(self, topology: Topology) -> dict[str, int]:
         """Devices of one replica, by component with devices; 1 for one that stands nowhere."""
@@ -139,68 +159,65 @@ class Layout:
         return sorted({*powers, count})
 
     def place(self, before: Topology, counts: Mapping[str, int]) -> Topology:
-        """Topology with these numbers of replicas, near ``before``; stacked ones follow the trainer.
+        """Topology with these numbers of replicas, near ``before``.
 
-        A component whose number stays keeps its devices. Raises PlanningError when they do not fit.
+        Stacked components follow the trainer. A component whose number stays keeps its devices.
+        Raises PlanningError when they do not fit.
         """
         self.adopt(before)
-        roles, sizes = self.roles, self.sizes(before)
-        now = {name: self._positions(before, name) for name in sizes}
-        order = [n for n in sizes if n not in (roles.source, roles.trainer)]
-        held: dict[str, list[int]] = {}
+        roles, sizes, now = self.roles, self.sizes(before), self._now
+        held: dict[str, Positions] = {}
+        taken = np.zeros(len(self.names), dtype=bool)
+        others = [name for name in sizes if name not in (roles.source, roles.trainer)]
         # Those that give devices up come first, so that the others can take them.
-        order.sort(key=lambda name: counts[name] > len(now[name]))
-        # What stays elsewhere is not free; the source and the trainer are placed after the others.
-        taken: set[int] = set()
-        for name in order:
+        others.sort(key=lambda name: counts[name] > len(now[name]))
+        for name in others:
             held[name] = now[name][: counts[name]]
-            taken.update(p + k for p in held[name] for k in range(sizes[name]))
-        for name in order:
+            taken |= self._mask(held[name], sizes[name])
+        # The source and the trainer are placed last: what they keep is taken only where needed.
+        front = self._mask(now[roles.source][: counts[roles.source]], sizes[roles.source])
+        kept = len(now[roles.trainer]) - counts[roles.trainer]
+        back = self._mask(now[roles.trainer][max(0, kept) :], sizes[roles.trainer])
+        for name in others:
             missing = counts[name] - len(held[name])
             if missing > 0:
-                front = set(self._spread(now[roles.source][: counts[roles.source]], roles.source, sizes))
-                back = now[roles.trainer][-counts[roles.trainer] :] if counts[roles.trainer] else []
-                avoid = front | set(self._spread(back, roles.trainer, sizes))
-                near = {self.nodes[p] for p in held[name]}
-                free = self._starts(sizes[name], taken)
-                free.sort(key=lambda p: (p in avoid, self.nodes[p] not in near))
-                held[name] += self._enough(name, free[:missing], missing)
-                taken.update(self._spread(held[name], name, sizes))
-        held[roles.trainer] = self._trainer(now, counts, sizes, taken)
-        shared = set(self._spread(held[roles.trainer], roles.trainer, sizes))
-        held[roles.source] = self._source(now, counts, sizes, taken, shared)
+                free = self._starts(taken, sizes[name])
+                foreign = ~np.isin(self.node[free], self.node[held[name]])
+                order = np.lexsort((free, foreign, (front | back)[free]))
+                fresh = self._enough(name, free[order], missing)
+                held[name] = np.sort(np.concatenate([held[name], fresh[:missing]]))
+                taken |= self._mask(fresh[:missing], sizes[name])
+        held[roles.trainer] = self._trainer(counts, sizes, taken)
+        shared = self._mask(held[roles.trainer], sizes[roles.trainer])
+        held[roles.source] = self._source(counts, sizes, taken, shared)
         components: dict[str, tuple[Replica, ...]] = {}
         for name, replicas in before.components.items():
-            if name in roles.stacked and replicas:
-                positions, size = held[roles.trainer], sizes[roles.trainer]
-            elif name in held:
-                positions, size = held[name], sizes[name]
-            else:
-                components[name] = replicas
-                continue
-            components[name] = self._replicas(name, positions, size, replicas)
+            like = roles.trainer if name in roles.stacked and replicas else name
+            stands = like in held and not np.array_equal(held[like], now[name])
+            components[name] = self._replicas(name, held[like], sizes[like]) if stands else replicas
         return Topology.model_construct(components=components)
 
-    def _positions(self, topology: Topology, name: str) -> list[int]:
-        """Where the replicas of a component begin, in declared order of the devices."""
-        index = self.index
-        return sorted(index[replica.devices[0]] for replica in topology.replicas(name))
+    def _mask(self, starts: Positions, size: int) -> Mask:
+        """Devices of replicas that begin at ``starts``."""
+        mask = np.zeros(len(self.names), dtype=bool)
+        for offset in range(size):
+            mask[starts + offset] = True
+        return mask
 
-    def _spread(self, starts: Sequence[int], name: str, sizes: Mapping[str, int]) -> list[int]:
-        size = sizes[name]
-        return list(starts) if size == 1 else [p + k for p in starts for k in range(size)]
+    def _clear(self, starts: Positions, size: int, mask: Mask) -> Mask:
+        """Which of the replicas at ``starts`` touch no device of ``mask``."""
+        clear = np.ones(len(starts), dtype=bool)
+        for offset in range(size):
+            clear &= ~mask[starts + offset]
+        return clear
 
-    def _starts(self, size: int, taken: set[int]) -> list[int]:
+    def _starts(self, taken: Mask, size: int) -> Positions:
         """Positions where a new replica of ``size`` devices could begin, aligned, on one node."""
-        if size == 1:
-            return [p for p in range(len(self.names)) if p not in taken]
-        return [
-            p
-            for p in range(0, len(self.names) - size + 1, size)
-            if self.nodes[p] == self.nodes[p + size - 1] and taken.isdisjoint(range(p, p + size))
-        ]
+        starts = np.arange(0, len(self.names) - size + 1, size)
+        one_node = self.node[starts] == self.node[starts + size - 1]
+        return np.asarray(starts[one_node & self._clear(starts, size, taken)])
 
-    def _enough(self, name: str, found: list[int], wanted: int) -> list[int]:
+    def _enough(self, name: str, found: Positions, wanted: int) -> Positions:
         if len(found) < wanted:
             raise PlanningError(
                 f"expected free devices for {wanted} more replicas of {name}, found {len(found)}"
@@ -208,61 +225,47 @@ class Layout:
         return found
 
     def _trainer(
-        self,
-        now: Mapping[str, list[int]],
-        counts: Mapping[str, int],
-        sizes: Mapping[str, int],
-        taken: set[int],
-    ) -> list[int]:
-        name = self.roles.trainer
+        self, counts: Mapping[str, int], sizes: Mapping[str, int], taken: Mask
+    ) -> Positions:
+        name, source = self.roles.trainer, self.roles.source
         count, size = counts[name], sizes[name]
-        kept = [p for p in now[name] if taken.isdisjoint(range(p, p + size))]
+        kept = self._now[name][self._clear(self._now[name], size, taken)]
         if count <= len(kept):
             return kept[len(kept) - count :]
-        own = {*self._spread(kept, name, sizes), *taken}
-        free = self._starts(size, own)
+        free = self._starts(taken | self._mask(kept, size), size)
         if not self.colocate:
-            source = self.roles.source
-            stays = set(self._spread(now[source][: counts[source]], source, sizes))
-            free = [p for p in free if stays.isdisjoint(range(p, p + size))]
+            stays = self._mask(self._now[source][: counts[source]], sizes[source])
+            free = free[self._clear(free, size, stays)]
         missing = count - len(kept)
-        return sorted(kept + self._enough(name, free[len(free) - missing :], missing))
+        fresh = self._enough(name, free, missing)[len(free) - missing :]
+        return np.sort(np.concatenate([kept, fresh]))
 
     def _source(
-        self,
-        now: Mapping[str, list[int]],
-        counts: Mapping[str, int],
-        sizes: Mapping[str, int],
-        taken: set[int],
-        shared: set[int],
-    ) -> list[int]:
+        self, counts: Mapping[str, int], sizes: Mapping[str, int], taken: Mask, shared: Mask
+    ) -> Positions:
         name = self.roles.source
         count, size = counts[name], sizes[name]
 
-        def alone_first(positions: list[int]) -> list[int]:
-            if size == 1:
-                alone = [p for p in positions if p not in shared]
-                return alone + ([p for p in positions if p in shared] if self.colocate else [])
-            alone = [p for p in positions if shared.isdisjoint(range(p, p + size))]
-            rest = [p for p in positions if not shared.isdisjoint(range(p, p + size))]
-            return alone + (rest if self.colocate else [])
+        def alone_first(starts: Positions) -> Positions:
+            alone = self._clear(starts, size, shared)
+            rest = starts[~alone] if self.colocate else starts[:0]
+            return np.concatenate([starts[alone], rest])
 
-        kept = [p for p in now[name] if taken.isdisjoint(range(p, p + size))]
+        kept = self._now[name][self._clear(self._now[name], size, taken)]
         # A number that stays keeps its devices, shared or not; fewer leave the shared ones first.
-        if count == len(kept) and (self.colocate or shared.isdisjoint(self._spread(kept, name, sizes))):
+        if count == len(kept) and (self.colocate or self._clear(kept, size, shared).all()):
             return kept
         kept = alone_first(kept)[:count]
-        if len(kept) < count:
-            own = {*self._spread(kept, name, sizes), *taken}
-            free = alone_first(self._starts(size, own))
-            kept += self._enough(name, free[: count - len(kept)], count - len(kept))
-        return sorted(kept)
+        missing = count - len(kept)
+        if missing > 0:
+            free = alone_first(self._starts(taken | self._mask(kept, size), size))
+            kept = np.concatenate([kept, self._enough(name, free, missing)[:missing]])
+        return np.sort(kept)
 
-    def _replicas(
-        self, name: str, positions: Sequence[int], size: int, before: tuple[Replica, ...]
-    ) -> tuple[Replica, ...]:
+    def _replicas(self, name: str, starts: Positions, size: int) -> tuple[Replica, ...]:
         # The same place is the same object: building and comparing large topologies stays cheap.
         pool = self._pool.setdefault((name, size), {})
+        positions = starts.tolist()
         for position in positions:
             if position not in pool:
                 devices = tuple(self.names[position : position + size])
@@ -271,6 +274,4 @@ class Layout:
                     devices=devices,
                     tensor_parallel=size,
                 )
-        placed = tuple(pool[position] for position in positions)
-        # Order is no difference: what stands where it stood is what stood.
-        return before if len(placed) == len(before) and set(map(id, placed)) == set(map(id, before)) else placed
+        return tuple([pool[position] for position in positions])

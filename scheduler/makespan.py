@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
-
 from shiftbook.scheduler.errors import PlanningError
 
 Array = NDArray[np.float64]
@@ -59,7 +58,7 @@ class Progress:
             )
 
     def owed(self, source: str) -> dict[str, int]:
-        """Units that each component owes; an episode that waits for a tool is owed by the source."""
+        """Units that each component owes; the source owes episodes that wait for a tool too."""
         return {source: self.outstanding, **self.left}
 
     def ready(self, component: str) -> int:
@@ -209,7 +208,8 @@ def makespan(
     follow_s = _follow(progress, draws, source_end, moved.station_s, stations, trainer.free, follow)
     possible = follow.paused is not None and follow.paused_free is not None and episodes > 0
     if possible and follow.pause_s is not None:
-        assert follow.paused is not None and follow.paused_free is not None
+        assert follow.paused is not None
+        assert follow.paused_free is not None
         fits = follow.paused * (progress.lanes / draws.lane_share)
         begins = np.maximum(source_end - tail_time(fits, source, draws), 0.0)
         share = 1.0 - follow.paused / np.maximum(source, _TINY)
@@ -245,11 +245,13 @@ def _follow(
     own, left = _left(trainer, source_end, station_from, trainer_free, in_time)
     wait = np.maximum(station_from - source_end, 0.0)
     best = wait + own
-    if follow.reshard_s is not None and progress.outstanding > 0:
-        for size in follow.sizes:
-            resized = wait + follow.reshard_s + _shared_out(trainer, left, size)
-            take = (resized < best)[:, :1] & (np.abs(trainer.replicas - size) > _TINY)
-            best = np.where(take, resized, best)
+    if follow.reshard_s is not None and len(follow.sizes) and progress.outstanding > 0:
+        sizes = np.asarray(follow.sizes, dtype=np.float64)[:, None, None]
+        resized = wait + follow.reshard_s + _shared_out(trainer, left, sizes)
+        # The size that there is already costs more here than above, so it is never taken.
+        central = resized[:, :, 0].argmin(axis=0)
+        fastest = np.take_along_axis(resized, central[None, :, None], axis=0)[0]
+        best = np.where((fastest < best)[:, :1], fastest, best)
     update = draws.update_s if progress.update_due else np.zeros_like(draws.update_s)
     return np.asarray(np.maximum(longest, best) + update)
 

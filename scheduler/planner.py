@@ -1,4 +1,4 @@
-"""Decides whether a move is worth it: lasting over-provision first, then time to the end net of cost."""
+"""Decides whether a move is worth it: lasting over-provision, then time to the end net of cost."""
 
 from __future__ import annotations
 
@@ -7,108 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-
 from shiftbook.ledger.events.job import ElasticRange
 from shiftbook.ledger.events.observation import WindowObserved
-from shiftbook.ledger.events.reallocation import Candidate, Interval, Strategy
-from shiftbook.ledger.plan import MovePlan, TrainingView
-from shiftbook.ledger.proposal import Proposal
+from shiftbook.ledger.events.reallocation import Candidate, Interval
+from shiftbook.ledger.plan import MovePlan
 from shiftbook.ledger.topology import Device, Topology
 from shiftbook.scheduler.candidates import Counts, Space, search
+from shiftbook.scheduler.decision import Decision, Deliberation, Thresholds
 from shiftbook.scheduler.errors import PlanningError
 from shiftbook.scheduler.estimate import Z_80
-from shiftbook.scheduler.layout import Layout
+from shiftbook.scheduler.layout import COMBINED, Layout
 from shiftbook.scheduler.makespan import Array, Makespan, Progress
-from shiftbook.scheduler.throughput import Placements, Prediction, ThroughputModel
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What the planner asks of a move beyond the plan's own limits."""
-
-    use_low: float = 0.8
-    """Use of its replicas under or at which a component counts as over-provisioned, 0 to 1."""
-    lasting_s: float = 0.05
-    """For how long it must have, so that no single noisy window gives devices away."""
-    probability: float = 0.7
-    """Least probability that the move beats staying."""
-    least_gain_s: float = 0.01
-    """Least net gain; the plan's margin counts where it is larger."""
-    cost_share: float = 0.25
-    """Least net gain as a share of the move's cost, so that two moves cannot undo each other for
-    the noise of an estimate."""
-    retry_s: float = 1.0
-    """Before a move that was decided and not carried out is decided again."""
-    tie_s: float = 0.002
-    """Candidates this near the best count as equal; then the one that moves least wins."""
-    listed: int = 8
-    """Candidates of a large system that are scored in full."""
-    exact: int = 256
-    """Combinations up to which every one is scored in full."""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """A move that is worth it, with everything that its proposal records.
-
-    ``predicted_gain_s`` and its interval are before the cost; the net is the difference.
-    """
-
-    before: Topology
-    after: Topology
-    strategy: Strategy
-    kind: str
-    """Kind of move, under which its cost is learned."""
-    candidates: tuple[Candidate, ...]
-    bottleneck_before: str
-    bottleneck_after: str
-    predicted_throughput: float
-    predicted_gain_s: float
-    gain_interval: Interval
-    predicted_cost_s: float
-    horizon_s: float
-    model_version: int
-    owed: Mapping[str, int]
-    probability: float
-    stay: Prediction
-    move: Prediction
-
-    @property
-    def net_gain_s(self) -> float:
-        """Predicted seconds saved, the move's cost taken off."""
-        return self.predicted_gain_s - self.predicted_cost_s
-
-    def proposal(self, sees: TrainingView, *, window: int | None = None) -> Proposal:
-        """The decision as what the gate takes; ``window`` is the position of the window's event."""
-        return Proposal(
-            before=self.before,
-            after=self.after,
-            strategy=self.strategy,
-            sees=sees,
-            candidates=self.candidates,
-            bottleneck_before=self.bottleneck_before,
-            bottleneck_after=self.bottleneck_after,
-            predicted_throughput=self.predicted_throughput,
-            predicted_gain_s=self.predicted_gain_s,
-            gain_interval=self.gain_interval,
-            predicted_cost_s=self.predicted_cost_s,
-            horizon_s=self.horizon_s,
-            model_version=self.model_version,
-            owed=dict(self.owed),
-            window=window,
-        )
-
-
-@dataclass(frozen=True)
-class Deliberation:
-    """What was weighed, whether or not it led to a decision."""
-
-    stay: Prediction
-    candidates: tuple[Candidate, ...]
-    donors: tuple[str, ...]
-    decision: Decision | None
-    because: str
-    """Why this and no other, in words."""
+from shiftbook.scheduler.prediction import Placements, Prediction
+from shiftbook.scheduler.throughput import ThroughputModel
 
 
 @dataclass(frozen=True)
@@ -146,6 +57,7 @@ class Planner:
         self._low_since: dict[str, float] = {}
         self._decided: tuple[Topology, Topology, int, float] | None = None
         self._moved_s: float | None = None
+        self._free_now: tuple[Topology, int] | None = None
 
     def moved(self, now_s: float) -> None:
         """Tell that a move ended, for the cooldown."""
@@ -316,9 +228,10 @@ class Planner:
         paused = np.where((shared > 0) & (staying < rows[:, 0]), staying, 0)
         covered = -(-(staying - alone) * sizes[0] // sizes[1])
         paused_free = np.maximum(rows[:, 1] - covered, 0)
-        here = self.model.placements_of(topology)
+        if self._free_now is None or self._free_now[0] is not topology:
+            self._free_now = (topology, int(self.model.placements_of(topology).trainer_free[0, 0]))
         is_here = np.all(rows == np.array(space.now), axis=1)
-        free = np.where(is_here, int(here.trainer_free[0, 0]), free)
+        free = np.where(is_here, self._free_now[1], free)
         return self._placements(rows, space, free, paused, paused_free)
 
     def _placements(
@@ -331,11 +244,16 @@ class Planner:
     ) -> Placements:
         now = np.array(space.now)
         changes = rows - now
+        changed = changes != 0
+        several = changed.sum(axis=1).tolist()
+        first = changed.argmax(axis=1).tolist()
         kinds = [
-            self.model.roles.kind({space.names[i]: int(row[i]) for i in np.flatnonzero(row)})
-            if row.any()
-            else None
-            for row in changes
+            None
+            if number == 0
+            else COMBINED
+            if number > 1
+            else self.model.roles.kind({space.names[at]: int(changes[row, at])})
+            for row, (number, at) in enumerate(zip(several, first, strict=True))
         ]
         moved = (changes[:, 1] != 0) | (free != free[0])
         sizes = [s for s in space.trainer_sizes if space.lowest[1] <= s <= space.highest[1]]
@@ -362,19 +280,18 @@ class Planner:
 
         A trainer's ranks wait for each other, so its slowest device counts.
         """
-        speeds = np.array([self.model.speed(device.kind) for device in self.layout.devices])
-        ones = np.ones(len(rows))
-        if np.all(speeds == speeds[0]):
-            return ones * speeds[0], ones * speeds[0]
+        by_kind = {kind: self.model.speed(kind) for kind in self.layout.kinds}
+        if len(by_kind) == 1:
+            same = np.full(len(rows), next(iter(by_kind.values())))
+            return same, same
+        speeds = np.array([by_kind[device.kind] for device in self.layout.devices])
         front = np.maximum(rows[:, 0] * space.sizes[0], 1)
         mean = np.cumsum(speeds)[np.minimum(front, len(speeds)) - 1] / front
         slowest = np.minimum.accumulate(speeds[::-1])
         back = np.clip(rows[:, 1] * space.sizes[1], 1, len(speeds))
         return mean, slowest[back - 1]
 
-    def _score(
-        self, rows: Counts, space: Space, topology: Topology, progress: Progress
-    ) -> _Scored:
+    def _score(self, rows: Counts, space: Space, topology: Topology, progress: Progress) -> _Scored:
         kept, topologies = [0], [topology]
         for row in range(1, len(rows)):
             counts = dict(zip(space.names, rows[row].tolist(), strict=True))
@@ -437,7 +354,8 @@ class Planner:
                 f"{self.thresholds.use_low:g} for {self.thresholds.lasting_s:g} s"
             )
         if self._moved_s is not None and now_s - self._moved_s < moves.cooldown_s:
-            return f"the last move was {now_s - self._moved_s:.3f} s ago, cooldown {moves.cooldown_s:g} s"
+            ago_s = now_s - self._moved_s
+            return f"the last move was {ago_s:.3f} s ago, cooldown {moves.cooldown_s:g} s"
         if (weak := self._weak(scored, row)) is not None:
             return weak
         if self._decided is not None:
@@ -490,9 +408,7 @@ class Planner:
             givers.add(self.model.roles.trainer)
         return givers
 
-    def _best(
-        self, scored: _Scored, reasons: list[str | None], topology: Topology
-    ) -> int | None:
+    def _best(self, scored: _Scored, reasons: list[str | None], topology: Topology) -> int | None:
         """The row that ends soonest; among equals the one that moves least. Names the losers."""
         open_rows = [row for row, reason in enumerate(reasons, start=1) if reason is None]
         if not open_rows:
@@ -500,7 +416,10 @@ class Planner:
         end = scored.result.end_s[:, 0]
         soonest = min(float(end[row]) for row in open_rows)
         equal = [row for row in open_rows if end[row] <= soonest + self.thresholds.tie_s]
-        chosen = min(equal, key=lambda row: (self._distance(topology, scored.topologies[row]), row))
+        chosen = equal[0]
+        if len(equal) > 1:
+            distance = {row: self._distance(topology, scored.topologies[row]) for row in equal}
+            chosen = min(equal, key=lambda row: (distance[row], row))
         for row in open_rows:
             if row != chosen:
                 later_s = float(end[row] - end[chosen])
@@ -595,4 +514,3 @@ def _probability(gain: NDArray[np.float64]) -> float:
 
 def _column(values: NDArray[np.int64] | NDArray[np.float64]) -> Array:
     return np.asarray(values, dtype=np.float64).reshape(-1, 1)
-

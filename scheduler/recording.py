@@ -11,7 +11,7 @@ from pathlib import Path
 from time import time_ns
 
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.spool import SpoolingWriter
+from shiftbook.ledger.spool import RETRY_S, SpoolingWriter, drain_leftovers
 from shiftbook.scheduler.writer import WriterClient
 
 Drafts = Sequence[Draft] | Callable[[], Sequence[Draft]]
@@ -23,9 +23,11 @@ class Recording:
     def __init__(self, ledger_url: str, job: str, ledger_file: Path) -> None:
         self._job = job
         self._client = WriterClient(ledger_url)
-        self._writer = SpoolingWriter(
-            self._client.append, ledger_file.with_name(ledger_file.name + ".spool")
-        )
+        folder = ledger_file.with_name(ledger_file.name + ".spool")
+        folder.mkdir(exist_ok=True)
+        # What processes that ended left behind comes first.
+        drain_leftovers(self._client.append, folder)
+        self._writer = SpoolingWriter(self._client.append, folder, retry_s=RETRY_S)
         self._queue: queue.SimpleQueue[tuple[Drafts, str] | threading.Event] = queue.SimpleQueue()
         self._error: BaseException | None = None
         threading.Thread(target=self._write, daemon=True).start()

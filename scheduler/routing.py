@@ -1,4 +1,4 @@
-"""The order in which waiting turns get lanes: episodes near their end first, nobody for ever last."""
+"""The order in which waiting turns get lanes: episodes near their end first, none for ever last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_WAIT_S = 10.0
 """Seconds after which a request goes before all younger ones, whatever they have completed."""
 
 HALF_CACHE_TOKENS = 256
-"""Cached tokens that weigh half as much as one completed tool call; no number weighs a whole one."""
+"""Cached tokens that weigh half a completed tool call; no number of them weighs a whole one."""
 
 
 def urgency(tool_calls_done: int, cached_tokens: int, arrived_s: float, ageing_s: float) -> float:
@@ -93,7 +93,7 @@ class TurnQueue(Generic[Key, Item]):
         heapq.heappush(self._by_arrival, (now_s, ticket, key))
 
     def take(self, n: int, now_s: float) -> list[tuple[Key, Item]]:
-        """Remove and return at most ``n`` requests: the overdue by arrival, then the most urgent."""
+        """Remove and return up to ``n`` requests: the overdue by arrival, then the most urgent."""
         taken: list[tuple[Key, Item]] = []
         while len(taken) < n and self._entries:
             overdue = self.oldest_wait_s(now_s) > self.max_wait_s

@@ -1,13 +1,13 @@
-"""Learns online how fast each component works and what moves cost, and predicts with an interval."""
+"""Learns online how fast components work and what moves cost, and predicts with an interval."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-
 from shiftbook.ledger.events.observation import ComponentWindow, WindowObserved
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.errors import PlanningError, TelemetryError
@@ -23,6 +23,13 @@ from shiftbook.scheduler.makespan import (
     Station,
     makespan,
 )
+from shiftbook.scheduler.prediction import (
+    IterationMeasured,
+    Placements,
+    Prediction,
+    Priors,
+    Score,
+)
 
 DRAWS = 65
 """One central draw and 32 antithetic pairs: a probability is known to about 0.06."""
@@ -34,88 +41,10 @@ ENOUGH_UNITS = {"source": 24.0, "follower": 3.0}
 """Units that are gathered before a rate is learned from them: windows are shorter than units."""
 
 
-@dataclass(frozen=True)
-class Priors:
-    """What is assumed before anything was measured (of the order of the reference job)."""
-
-    turn_s: float = 0.006
-    follower_s: float = 0.03
-    turns_per_episode: float = 4.5
-    tail_s: float = 0.15
-    lane_share: float = 0.8
-    update_s: float = 0.05
-    shrink_s: float = 0.03
-    grow_s: float = 0.05
-    reshard_s: float = 0.10
-    combined_s: float = 0.12
-    spread: float = 0.5
-    """Relative standard deviation of every prior."""
-
-
-@dataclass(frozen=True)
-class IterationMeasured:
-    """What an iteration took, stage by stage; None where it was not seen."""
-
-    episodes: int
-    turns: int
-    update_s: float | None = None
-    tail_s: float | None = None
-    """From when ``tail_episodes`` were outstanding and fitted in the lanes, to the last one's end."""
-    tail_episodes: int | None = None
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Time to the end of an iteration; the interval holds 80 %."""
-
-    mean_s: float
-    low_s: float
-    high_s: float
-    bottleneck: str
-    throughput: float
-    """Verified samples a second over the whole iteration."""
-    source_end_s: float
-    model_version: int
-
-
-@dataclass(frozen=True)
-class Score:
-    """A prediction against what came."""
-
-    predicted_s: float
-    observed_s: float
-    error_s: float
-    """Observed minus predicted: positive where it took longer."""
-    within: bool
-    """Inside the prediction's interval."""
-
-
 @dataclass
 class _Gathered:
     units: float = 0.0
     busy_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Placements:
-    """C placements as numbers; every array has shape (C, 1) and counts by device speed."""
-
-    source: Array
-    source_before: Array
-    trainer: Array
-    trainer_free: Array
-    trainer_moved: Array
-    """1.0 where the trainer's devices, or who else has work on them, change."""
-    others: Mapping[str, tuple[Array, Array]] = field(default_factory=dict)
-    """(replicas, those without the source) of followers with devices of their own."""
-    kinds: Sequence[str | None] = ()
-    """Kind of the move to each; None for staying."""
-    paused: Array | None = None
-    """Source replicas once it has left the devices that it shares; 0 where it cannot."""
-    paused_free: Array | None = None
-    """Trainer replicas without the source on their device after that."""
-    sizes: Sequence[float] = ()
-    """Numbers of trainer replicas for a later change."""
 
 
 class ThroughputModel:
@@ -189,7 +118,7 @@ class ThroughputModel:
         if measured.update_s is not None:
             self.update_s.observe(measured.update_s)
         if measured.tail_s is not None and measured.tail_episodes:
-            self.tail_s.observe(measured.tail_s / float(np.log1p(measured.tail_episodes)))
+            self.tail_s.observe(tail_scale(measured.tail_s, measured.tail_episodes))
         self.version += 1
 
     def observe_move(self, kind: str, cost_s: float) -> None:
@@ -249,8 +178,9 @@ class ThroughputModel:
         turns = self.turns_left(progress)
         per_episode = self.turns_per_episode
         # Independent episodes: the spread of a sum of n falls like 1 / sqrt(n); 0.3 is that of one.
-        spread = 0.0 if progress.turns_left is not None else 0.3 / max(progress.outstanding, 1) ** 0.5
-        left = turns * np.maximum(1 + max(spread, 0.03) * self._normals[:count, 0], 0.3)
+        told = progress.turns_left is not None
+        spread = 0.03 if told else max(0.03, 0.3 / max(progress.outstanding, 1) ** 0.5)
+        left = turns * np.maximum(1 + spread * self._normals[:count, 0], 0.3)
         return Draws(
             turn_rate=1.0 / self._draw(self.turn_s, 1, count),
             tail_s=self._draw(self.tail_s, 2, count),
@@ -408,6 +338,11 @@ class ThroughputModel:
         if not self._scores:
             return None
         return sum(score.error_s for score in self._scores) / len(self._scores)
+
+
+def tail_scale(tail_s: float, episodes: int) -> float:
+    """Scale of a tail: its seconds, over the growth of the longest of ``episodes`` chains."""
+    return tail_s / math.log1p(episodes)
 
 
 def _column(value: float) -> Array:

@@ -52,7 +52,7 @@ def known_types() -> dict[str, type[Event]]:
 def models(model: type[BaseModel]) -> st.SearchStrategy[Any]:
     """Instances of a model with every optional field absent or present."""
     fields = {
-        name: FIELDS.get((model.__name__, name)) or _field(info)
+        name: FIELDS[key] if (key := (model.__name__, name)) in FIELDS else _field(info)
         for name, info in model.model_fields.items()
     }
     return st.fixed_dictionaries(fields).map(model.model_validate)

@@ -11,6 +11,7 @@ from typing import Any
 
 from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
+from shiftbook.ledger.store import STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
 
 COLUMNS = (
@@ -88,12 +89,29 @@ class RawEvents:
             ) from error
         except LedgerError as error:
             raise UnreadableStore(str(error)) from error
+        self._refuse_newer()
         lacking = sorted({*COLUMNS, "data", "leaf"} - names)
         if lacking:
             self._connection.close()
             what = f"without {', '.join(lacking[:3])}" if names else "without a table of events"
             raise UnreadableStore(
                 f"expected a ledger at {self.path}, found a database {what}; check the path"
+            )
+
+    def _refuse_newer(self) -> None:
+        """Raise UnreadableStore for tables of a newer schema; a damaged number says nothing."""
+        try:
+            row = self._connection.execute(
+                "SELECT value FROM meta WHERE name = 'storage_schema'"
+            ).fetchone()
+        except _DAMAGE:
+            return
+        found = str(_plain(row[0])) if row else ""
+        if found.isdecimal() and STORAGE_SCHEMA < int(found[:9]) < 1000:
+            self._connection.close()
+            raise UnreadableStore(
+                f"expected storage schema {STORAGE_SCHEMA} or older in {self.path}, found {found}; "
+                "verify it with a newer Shiftbook"
             )
 
     def __enter__(self) -> RawEvents:

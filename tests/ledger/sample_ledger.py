@@ -98,7 +98,10 @@ class Writer:
                 edges=(job_events.Edge(source="rollout", target="trainer"),),
                 devices=tuple(Device(name=name) for name in DEVICES),
                 topology=self.topology,
-                elastic={"rollout": job_events.ElasticRange(minimum=0, maximum=2)},
+                elastic={
+                    name: job_events.ElasticRange(minimum=0, maximum=2)
+                    for name in ("rollout", "tool", "inference", "trainer")
+                },
                 plan=sample_plan(mode=mode),
                 job_path="jobs:reference",
             )

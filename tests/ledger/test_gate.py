@@ -110,7 +110,9 @@ def test_every_rule_has_a_case() -> None:
 
 REFUSED = [
     pytest.param("stale-topology", {}, {"before": TRAIN}, "planned on rollout[]", id="stale"),
-    pytest.param("move-class", {"allow": ("reshard",)}, {}, "allows reshard, not pause", id="class"),
+    pytest.param(
+        "move-class", {"allow": ("reshard",)}, {}, "allows reshard, not pause", id="class"
+    ),
     pytest.param(
         "boundary",
         {},

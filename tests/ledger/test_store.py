@@ -6,6 +6,8 @@ promise is about others.
 
 from __future__ import annotations
 
+import copy
+import inspect
 import itertools
 import multiprocessing
 import os
@@ -118,29 +120,6 @@ def test_a_spooled_draft_keeps_its_writer_and_must_follow(ledger: Ledger) -> Non
         ledger.append("a", Draft(fork(), writer="x", sequence=5))
     ledger.append("a", Draft(fork(), writer="x", sequence=2))
     assert [(e.writer, e.sequence) for e in ledger.read()] == [("x", 0), ("x", 1), ("x", 2)]
-
-
-def filled(ledger: Ledger, count: int) -> list[tuple[int, str, str, str | None]]:
-    """Append ``count`` events of two jobs, two types, three operations; their short forms."""
-    made = []
-    for start in range(0, count, 100):
-        for index in range(start, min(start + 100, count)):
-            event = fork(index) if index % 3 else NodeLost(node="n", devices=(), cause=str(index))
-            made.append((index, "ab"[index % 2], event.type_(), [None, "x", "y"][index % 5 % 3]))
-    for job, group in itertools.groupby(made, key=lambda m: m[1]):
-        ledger.append(
-            job,
-            [
-                Draft(
-                    fork(i)
-                    if t == "ExperimentForked"
-                    else NodeLost(node="n", devices=(), cause=""),
-                    operation=o,
-                )
-                for i, _, t, o in group
-            ],
-        )
-    return made
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -390,25 +369,21 @@ def _every_error() -> list[type[ShiftbookError]]:
     ]
 
 
-MADE_OTHERWISE: dict[str, ShiftbookError] = {
-    "IdempotencyConflict": errors.IdempotencyConflict("j", "k", "stored", "offered", 3),
-    "VersionConflict": errors.VersionConflict("j", 1, 2),
-    "UnknownJob": errors.UnknownJob("j", ["a"]),
-    "UnknownPosition": errors.UnknownPosition(7, 3),
-    "UnknownOperation": errors.UnknownOperation("op"),
-    "Rejected": errors.Rejected("op", "rule", "reason"),
-    "IllegalStep": errors.IllegalStep("rule", "expected", "found"),
-    "MissingExtra": errors.MissingExtra("job", "ray"),
-}
+VALUES = {"int": 3, "str": "x", "list[str]": ["a"], "tuple[str, ...]": ("a",)}
 
 
 @pytest.mark.parametrize("kind", _every_error(), ids=lambda kind: kind.__name__)
 def test_every_error_survives_the_way_to_another_process(kind: type[ShiftbookError]) -> None:
-    error = MADE_OTHERWISE.get(kind.__name__) or kind("what was expected and found")
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is kind
-    assert str(again) == str(error)
-    assert vars(again) == vars(error)
+    error: ShiftbookError
+    if "__init__" in vars(kind):
+        parameters = list(inspect.signature(kind).parameters.values())
+        error = kind(*(VALUES[str(parameter.annotation)] for parameter in parameters))
+    else:
+        error = kind("what was expected and found")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(again) is kind
+        assert str(again) == str(error)
+        assert vars(again) == vars(error)
 
 
 def test_receipts_and_decisions_can_be_sent(ledger: Ledger) -> None:

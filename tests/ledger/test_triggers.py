@@ -1,7 +1,7 @@
 """Goal: a plain SQLite connection, past all of our code, can neither change nor reorder the book.
 
 Method: a raw sqlite3 connection in a process of its own tries UPDATE, DELETE, every form of
-INSERT OR ..., gaps and wrong versions and sequences; each must fail and leave the rows as they were.
+INSERT OR ..., gaps and wrong versions and sequences; each must fail and change nothing.
 """
 
 from __future__ import annotations

@@ -289,8 +289,7 @@ def test_ctrl_c_ends_following_with_a_verdict(run: Run, tmp_path: Path) -> None:
     )
     try:
         deadline = time.monotonic() + DEADLINE_S
-        # It is following once its handler for the signal stands: SigCgt is a mask in hex.
-        while not _catches_sigint(process.pid):
+        while not _follows(process.pid):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             threading.Event().wait(0.02)
@@ -306,13 +305,10 @@ def test_ctrl_c_ends_following_with_a_verdict(run: Run, tmp_path: Path) -> None:
     assert process.returncode == last["exit_code"]
 
 
-def _catches_sigint(pid: int) -> bool:
-    """True once the process has a handler of its own beside Python's first one for SIGINT."""
+def _follows(pid: int) -> bool:
+    """True once the process has the ledger open, which it does after its handler is set."""
     try:
-        # `follow` opens the ledger after the handler is set, so its open file is the sign.
-        names = os.listdir(f"/proc/{pid}/fd")
-        return any(
-            os.readlink(f"/proc/{pid}/fd/{name}").endswith("live.db") for name in names
-        )
+        opened = [str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:
         return False
+    return any(name.endswith("live.db") for name in opened)

@@ -1,4 +1,4 @@
-"""Goal: each invariant names the fault that breaks it, where it happened, and what should have been.
+"""Goal: each invariant names the fault that breaks it, where it is, and what should have been.
 
 Method: one fault at a time is put into the honest run, as a faulty job would have written it; the
 run is written through a real ledger and judged. Each case states the invariant that must speak,
@@ -287,8 +287,8 @@ def _wrong_epoch(run: Run) -> int:
 @case("I10", "consumed 1 time", "twice in one batch", "I12b", "I21", "I5")
 def _sample_twice_in_a_batch(run: Run) -> int:
     columns = rows(run, "BatchConsumed", 0)
-    for name, values in columns.items():
-        values.append(values[0] if name != "advantage" else values[0])
+    for values in columns.values():
+        values.append(values[0])
     return run.at("BatchConsumed", 0)
 
 
@@ -492,7 +492,7 @@ def _engine_keeps_an_old_tensor(run: Run) -> int:
 def _engine_restarts_and_serves_at_once(run: Run) -> int:
     at = run.at("SamplesGenerated", 1)
     columns = rows(run, "SamplesGenerated", 1)
-    columns["incarnation"] = ["rollout-n.0#again"] + columns["incarnation"][1:]
+    columns["incarnation"] = ["rollout-n.0#again", *columns["incarnation"][1:]]
     return at
 
 
@@ -608,7 +608,9 @@ def _segment_is_missing(run: Run) -> int:
     entry = run.get("SamplesRewarded", 1)
     entry.rows = None
     entry.change(
-        segment=Segment(sha256="a" * 64, rows=1, columns=("uid",), bytes=1), count=15, digest="0" * 64
+        segment=Segment(sha256="a" * 64, rows=1, columns=("uid",), bytes=1),
+        count=15,
+        digest="0" * 64,
     )
     return run.at("SamplesRewarded", 1)
 

@@ -29,6 +29,7 @@ from pydantic import ConfigDict
 from shiftbook.ledger.events.base import REGISTRY, Event
 from shiftbook.ledger.events.job import PlanAmended
 from shiftbook.ledger.events.lease import LeaseGranted, LeaseReleased
+from shiftbook.ledger.events.life import ReplicaLost
 from shiftbook.ledger.events.safety import SafeModeEntered, SafeModeLeft
 from shiftbook.ledger.topology import Topology
 from shiftbook.verify.invariants import INVARIANTS
@@ -140,6 +141,54 @@ def one_attempt(plan: Any, body: Callable[[Maker], None]) -> Run:
     body(maker)
     maker.close()
     return maker.run
+
+
+def test_a_loop_that_restores_its_first_bundle_and_repairs_a_lost_engine(judge: Judge) -> None:
+    """The order of a loop that saves a bundle before anything runs and starts from it."""
+    maker = Maker(make_plan())
+    maker.open()
+    maker.start("a1", 0, PLACES)
+    run = maker.run
+    at = run.at("AttemptStarted") + 1
+    rest, run.entries[at:] = run.entries[at:], []
+    maker.save(0)
+    run.entries += [e for e in rest if e.name == "WeightSyncStarted"]
+    run.entries += [e for e in rest if e.name == "ReplicaStarted"]
+    maker.restore(0)
+    run.entries += [e for e in rest if e.name in ("WeightSyncDelivered", "WeightSyncCommitted")]
+
+    def engine_lost() -> None:
+        lost = "rollout-n.1"
+        run.add(
+            ReplicaLost(
+                attempt="a1",
+                component="rollout",
+                replica=lost,
+                incarnation=maker.incarnations[lost],
+                cause="killed",
+                owed=("000000/1#0",),
+            )
+        )
+        maker.replica("rollout", lost, ("n/1",))
+        run.entries[-1].change(incarnation=f"{lost}#again")
+        maker.incarnations[lost] = f"{lost}#again"
+        maker.sync()
+
+    maker.draw(0)
+    engine_lost()
+    maker.generate(0)
+    tokens = maker.consume(0)
+    maker.first_use("trainer", "trainer-n.3", "restore", parts(0))
+    maker.update(0, tokens)
+    maker.save(1)
+    maker.sync()
+    maker.complete(0)
+    maker.iteration(1)
+    maker.close()
+    verdict = judge(run)
+    assert told(verdict) == []
+    assert verdict.coverage.row("I1").status == "checked"
+    assert verdict.coverage.row("I17b").status == "checked"
 
 
 def test_stale_samples_within_the_bound_are_legal(judge: Judge) -> None:
@@ -258,7 +307,9 @@ def test_a_warm_start_may_leave_parts_out(judge: Judge) -> None:
 
 def test_replays_in_distribution_only_may_differ(run: Run, tmp_path: Path) -> None:
     base = make_plan()
-    plan = make_plan(sampling=base.sampling.model_copy(update={"batch_composition": "distribution"}))
+    plan = make_plan(
+        sampling=base.sampling.model_copy(update={"batch_composition": "distribution"})
+    )
     changed = honest_run(plan)
     rows = changed.get("SamplesGenerated", 3).rows
     assert rows is not None

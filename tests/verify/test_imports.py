@@ -17,7 +17,8 @@ import importlib, pkgutil, sys
 
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "ray", "numba"} or name.startswith("shiftbook.scheduler"):
+        heavy = name.split(".")[0] in {"torch", "ray", "numba"}
+        if heavy or name.startswith("shiftbook.scheduler"):
             raise ImportError(f"{name} is not to be imported here")
         return None
 

@@ -56,6 +56,8 @@ class Operations(Invariant):
                 cause="the controller died, and nobody ran recovery before the job was closed",
                 action="Run `shiftbook recover` before the job closes; it ends what is open.",
                 others=(operation.proposed_position, end.job.closed_position),
+                # A proposal that nobody answered moved nothing.
+                severity="warn" if operation.status == "proposed" else "stop",
             )
         sync = end.job.syncs.get(end.job.open_sync or "")
         self.expect(

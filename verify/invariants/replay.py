@@ -81,7 +81,7 @@ class Replay(Invariant):
             self.expect(
                 value == first,
                 step.at,
-                expected=f"iteration {iteration}: {what} {short(first)} as at first",
+                expected=f"iteration {iteration}: {what} {short(first)} again",
                 found=short(value),
                 cause="the iteration depends on more than its declared state: RNG, order, leftovers",
                 action="Run `shiftbook replay` from the bundle; it names the first difference.",
