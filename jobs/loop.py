@@ -30,6 +30,8 @@ from shiftbook.jobs.config import (
     start_topology,
 )
 from shiftbook.jobs.iteration import Iteration
+from shiftbook.jobs.model import ModelConfig, parameter_shapes
+from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.records import consumed, drawn, generated, updated
 from shiftbook.jobs.reports import IterationTimes
 from shiftbook.jobs.start import Start, first_bundle, resume_point
@@ -421,22 +423,22 @@ class TrainingLoop:
         self._sampler = Sampler(DATASET_SIZE, config.seed, rule=HASH_SORT)
         self._sampler.seek(*divmod(start.cursor, DATASET_SIZE))
         self._version = start.version
-        if start.bundle is None:
+        if start.saved is None:
             saved = first_bundle(config, name)
             self._bundle, self._bundle_path = saved["bundle"], saved["path"]
             self._recording.now([Draft(self._saved_event(saved, 0))], key=f"{name}/bundle-0")
         else:
-            self._bundle, self._bundle_path = start.bundle, start.path
+            self._saved = start.saved
+            self._bundle, self._bundle_path = start.saved.bundle, start.saved.path
         self._repair(self._topology, fresh=True)
 
     def _publish(self, start: Start) -> None:
         """Weights of the version that the attempt starts with."""
-        from shiftbook.jobs.policy_file import load_policy
-
         if start.path is None:
             weights = load_policy(Path(self.config.base_policy))
         else:
-            weights = restore_bundle(start.path, ["model"])["model"]
+            stored = restore_bundle(start.path, ["model"])["model"]
+            weights = {name: stored[name] for name in parameter_shapes(ModelConfig())}
         self._published = Published.of(weights, start.version)
 
     def _payload(self, component: str) -> dict[str, Any]:
@@ -594,9 +596,7 @@ class TrainingLoop:
             Draft(consumed(name, iteration, self._version - 1, self._ranks, self._evidence)),
             *self._first_update(reports),
             Draft(
-                updated(
-                    name, number, self._version, first, reports, self._ranks.groups_per_rank
-                )
+                updated(name, number, self._version, first, reports, self._ranks.groups_per_rank)
             ),
             Draft(self._saved_event(saved, number + 1)),
         ]
@@ -698,9 +698,7 @@ class TrainingLoop:
     def _cursor(self) -> tuple[int, int]:
         return divmod(self._sampler.state().ordinal, DATASET_SIZE)
 
-    def _first_update(
-        self, reports: list[tuple[dict[str, Any], dict[str, Any]]]
-    ) -> list[Draft]:
+    def _first_update(self, reports: list[tuple[dict[str, Any], dict[str, Any]]]) -> list[Draft]:
         return [
             Draft(
                 StateFirstUsed(
@@ -831,9 +829,7 @@ class TrainingLoop:
 class _FreshMover:
     """Ends a move of a dead attempt: everything is brought up anew from the last bundle."""
 
-    def __init__(
-        self, supervisor: Supervisor, grant: Grant, components: tuple[str, ...]
-    ) -> None:
+    def __init__(self, supervisor: Supervisor, grant: Grant, components: tuple[str, ...]) -> None:
         self._supervisor, self._grant, self._components = supervisor, grant, components
 
     def inspect(self) -> Topology:

@@ -8,6 +8,7 @@ from typing import Any
 
 from shiftbook.checkpoint.bundle import external_part, save_bundle
 from shiftbook.jobs.config import JobConfig
+from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.ledger import Ledger
 
 
@@ -21,6 +22,8 @@ class Start:
     iteration: int
     version: int
     cursor: int
+    saved: CheckpointSaved | None = None
+    """The event of the bundle; None at the beginning."""
 
 
 def resume_point(ledger: Ledger, config: JobConfig) -> Start:
@@ -30,7 +33,13 @@ def resume_point(ledger: Ledger, config: JobConfig) -> Start:
     if saved is None:
         return Start(job.attempt, None, None, 0, 0, 0)
     return Start(
-        job.attempt, saved.bundle, saved.path, saved.iteration, saved.policy_version, saved.cursor
+        job.attempt,
+        saved.bundle,
+        saved.path,
+        saved.iteration,
+        saved.policy_version,
+        saved.cursor,
+        saved,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+
 from shiftbook.ledger.errors import InvalidInput, MissingExtra, ShiftbookError
 
 COMMAND_GROUP = "shiftbook.commands"
@@ -87,6 +88,15 @@ class LazyCommands(click.Group):
         rows = [(name, short_help(points[name])) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; a reader that went away has what it wanted, so that is no error."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # Click would exit with 1, which means that the thing asked about is bad.
+            _discard_stdout()
+            return 0
 
     def main(
         self,
@@ -193,6 +203,7 @@ def _docstrings(tree: ast.Module, name: str) -> Iterator[str]:
 
 
 @click.group(
+    name="shiftbook",
     cls=LazyCommands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit codes: 0 done and clean, 1 the thing asked about is bad, 2 could not be done. "

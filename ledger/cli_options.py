@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
+
 from shiftbook.ledger.errors import InvalidInput, InvalidURL, UnknownJob
 
 if TYPE_CHECKING:
@@ -218,7 +219,17 @@ def cell_text(value: Any) -> str:
         return " ".join(f"{key}={cell_text(item)}" for key, item in value.items())
     if isinstance(value, list):
         return " ".join(cell_text(item) for item in value)
-    return str(value).replace("\n", " ")
+    return printable(str(value).replace("\n", " "))
+
+
+def printable(text: str) -> str:
+    """Text with its control characters escaped: what stands in a ledger cannot steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char == "\n" or char.isprintable() else char.encode("unicode_escape").decode()
+        for char in text
+    )
 
 
 def _rich_table(rows: Iterable[Sequence[Any]], columns: Sequence[str], title: str | None) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.state import LedgerState
-from shiftbook.ledger.topology import Topology
 
 NAMED = ("component", "bottleneck_before", "bottleneck_after", "source", "target")
 LISTED = ("components", "stalls")
@@ -21,29 +20,33 @@ class Concerns:
 
     component: str
     replicas: frozenset[str]
+    operations: frozenset[str]
+    """Reallocations that change the component's devices."""
 
     @classmethod
     def of(cls, state: LedgerState, component: str) -> Concerns:
         """Collect the component's replicas over all jobs of a ledger."""
         names: set[str] = set()
+        moves: set[str] = set()
         for job in state.jobs.values():
             topologies = [job.topology]
             if job.opened is not None:
                 topologies.append(job.opened.topology)
             for operation in job.operations.values():
-                topologies += [operation.before, operation.after]
+                before, after = operation.before, operation.after
+                topologies += [before, after]
+                if before.replicas(component) != after.replicas(component):
+                    moves.add(operation.operation)
             for topology in topologies:
                 names.update(replica.name for replica in topology.replicas(component))
             names.update(
                 name for name, replica in job.replicas.items() if replica.component == component
             )
-        return cls(component, frozenset(names))
+        return cls(component, frozenset(names), frozenset(moves))
 
     def event(self, event: StoredEvent) -> bool:
-        """Say whether an event names the component or a replica, or changes its devices."""
-        body = event.body
-        before, after = self._devices(body.get("before")), self._devices(body.get("after"))
-        return before != after or self._names(body)
+        """Say whether an event names the component or a replica, or belongs to a move of it."""
+        return event.operation in self.operations or self._names(event.body)
 
     def _names(self, body: dict[str, Any]) -> bool:
         if any(body.get(name) == self.component for name in NAMED):
@@ -57,8 +60,3 @@ class Concerns:
                 if item in self.replicas if isinstance(item, str) else self._names(item):
                     return True
         return False
-
-    def _devices(self, topology: Any) -> Any:
-        if not isinstance(topology, dict) or "components" not in topology:
-            return None
-        return Topology.model_validate(topology).placement().get(self.component, [])

@@ -258,12 +258,18 @@ class Gate(JobDoor, SyncDoor):
         event = ReallocationPoisoned(devices=grant.devices, cause=cause)
         return self._step(grant, "poisoned", lambda known: event)
 
-    def take_over(self, job: str, operation: str, reason: str) -> Grant:
-        """Take an open move from a controller presumed dead: every earlier grant is stale."""
+    def take_over(
+        self, job: str, operation: str, reason: str, *, held: Grant | None = None
+    ) -> Grant:
+        """Take an open move from a controller presumed dead: every earlier grant is stale.
+
+        With ``held`` only as long as that grant is in force, else StaleGrant: so a controller
+        turns to recovering its own move, which has no time limit, unless another one has it.
+        """
         given: list[Grant] = []
 
         def decide(state: LedgerState) -> Decision:
-            known = self._known(state, job, operation)
+            known = self._known(state, job, operation) if held is None else _held(state, held)
             event = OperationTakenOver(
                 devices=known.devices,
                 previous_epoch=max(known.epoch, 0),

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import duckdb
 import pyarrow as pa
+
 from shiftbook.ledger.errors import EvidenceError, NotALedger
 from shiftbook.ledger.file_lock import FileLock
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import duckdb
+
 from shiftbook.ledger.errors import InvalidQuery
 from shiftbook.ledger.mirror import TABLES, Mirror
 

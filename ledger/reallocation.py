@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict
 
-from shiftbook.ledger.errors import Poisoned, RolledBack, StaleGrant, UnknownJob
+from shiftbook.ledger.errors import Poisoned, RolledBack, StaleGrant, StepTimeout, UnknownJob
 from shiftbook.ledger.events.reallocation import Candidate, Custody, Interval, Strategy
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.plan import TrainingView
@@ -97,7 +97,21 @@ class Move:
         return self.grant
 
     def commit(self) -> None:
-        """Write the end of the move; leaving the block does it."""
+        """Write the end of the move; leaving the block does it.
+
+        A verified move can only be finished, so a commit that comes too late takes the move over
+        from itself, which fails where anybody else did so before.
+        """
+        try:
+            self._commit()
+        except StepTimeout as late:
+            self.grant = self._gate.take_over(
+                self.grant.job, self.operation, str(late), held=self.grant
+            )
+            self._commit()
+        self.status = "committed"
+
+    def _commit(self) -> None:
         self._gate.committed(
             self.grant,
             moved_bytes=self._moved_bytes,
@@ -105,7 +119,6 @@ class Move:
             kv_tokens_lost=self._kv_tokens_lost,
             stalls={},
         )
-        self.status = "committed"
 
     def _lap_s(self) -> float:
         now_s = self._gate.boottime_s()
@@ -228,7 +241,7 @@ class Reallocation:
 
         StaleGrant where another controller has it: then nothing is touched.
         """
-        from shiftbook.ledger.recovery import finish_or_poison, restore_or_poison
+        from shiftbook.ledger.recovery import end_or_poison
 
         known = self._gate.holds(move.grant)
         if not known.open:
@@ -236,8 +249,7 @@ class Reallocation:
         if self._mover is None:
             self._gate.poisoned(move.grant, f"{cause}; there is no mover to undo it")
             return "poisoned"
-        end = finish_or_poison if known.status == "verified" else restore_or_poison
-        return end(self._gate, move.grant, self._mover, cause)
+        return end_or_poison(self._gate, move.grant, self._mover, cause)
 
 
 _QUARANTINE = "its devices are in quarantine until an operator lifts it"

@@ -26,10 +26,20 @@ from shiftbook.ledger.mover import Mover, find_mover
 from shiftbook.ledger.state import OperationState
 from shiftbook.ledger.topology import Topology
 
-__all__ = ["Mover", "Outcome", "finish_or_poison", "recover", "restore_or_poison"]
+__all__ = [
+    "Mover",
+    "Outcome",
+    "end_or_poison",
+    "finish_or_poison",
+    "recover",
+    "restore_or_poison",
+]
 
 TRIES = 3
 """How often a way is tried before it counts as impossible: one hiccup must not cost devices."""
+
+UNDOABLE = ("granted", "quiesced", "transferred")
+"""Statuses from which a move can be undone."""
 
 PASSING = (LedgerUnreachable, DeviceHeld)
 """Errors that say nothing about whether a way is possible: the operation stays open for a later
@@ -88,10 +98,8 @@ def _end(
             grant = gate.take_over(job, operation, reason)
             if own is None:
                 gate.poisoned(grant, f"{reason}; no mover is known that could undo or finish it")
-            elif found == "verified":
-                finish_or_poison(gate, grant, own, reason)
             else:
-                restore_or_poison(gate, grant, own, reason)
+                end_or_poison(gate, grant, own, reason)
     except (StaleGrant, IllegalStep) as error:
         # Somebody else went on with the operation between two decisions; theirs stands.
         reason = f"left to another controller: {error}"
@@ -102,6 +110,16 @@ def _end(
     return Outcome(operation, found, ended, reason)
 
 
+def end_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str:
+    """Undo a move that is not verified, finish one that is; give the status it ended in.
+
+    This is what a controller calls when a step of its own move failed. Raise StaleGrant where
+    another controller has the move, IllegalStep where it is closed; nothing is touched then.
+    """
+    verified = gate.holds(grant).status == "verified"
+    return (finish_or_poison if verified else restore_or_poison)(gate, grant, mover, cause)
+
+
 def restore_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str:
     """Undo a move that is not verified; give the status it ended in.
 
@@ -109,9 +127,13 @@ def restore_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str
     may have stopped taking work without anybody having recorded it, and is then abandoned. The
     end is written only after ``inspect`` confirms the topology before.
 
-    Raise StaleGrant where another controller has the operation.
+    Raise StaleGrant where another controller has the operation, IllegalStep where it is closed
+    or verified; nothing is touched then.
     """
     known = gate.holds(grant)
+    if known.status not in UNDOABLE:
+        found = f"{grant.operation} is {known.status}"
+        raise IllegalStep("sequence", f"a move that is {', '.join(UNDOABLE)}", found)
     before, granted = known.before, known.status == "granted"
     untouched = granted and _stands(mover, before) is None
     failure = _try(gate, grant, mover, before, lambda: mover.restore(before, grant))
@@ -128,10 +150,18 @@ def restore_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str
 def finish_or_poison(gate: Gate, grant: Grant, mover: Mover, cause: str) -> str:
     """Finish a verified move; give the status it ended in.
 
-    The commit is written only after ``inspect`` confirms the topology after. Raise StaleGrant
-    where another controller has the operation.
+    The move is taken over first, unless it was: finishing has no time limit, and places that
+    died may be filled again. The commit is written only after ``inspect`` confirms the topology
+    after. Raise StaleGrant where another controller has the operation, IllegalStep where it is
+    closed or not verified; nothing is touched then.
     """
-    after = gate.holds(grant).after
+    known = gate.holds(grant)
+    if known.status != "verified":
+        found = f"{grant.operation} is {known.status}"
+        raise IllegalStep("sequence", "a verified move", found)
+    after = known.after
+    if not known.taken_over:
+        grant = gate.take_over(grant.job, grant.operation, cause, held=grant)
     failure = _try(gate, grant, mover, after, lambda: mover.finish(after, grant))
     if failure is not None:
         gate.poisoned(grant, f"{cause}; finishing failed: {failure}")

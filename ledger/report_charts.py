@@ -10,6 +10,7 @@ from typing import Any
 
 import altair as alt
 import vl_convert
+
 from shiftbook.ledger.report_data import JobStory
 
 WIDTH = 920

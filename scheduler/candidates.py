@@ -14,8 +14,9 @@ from shiftbook.scheduler.allocation import allocate, margins_of_time
 Counts = NDArray[np.int64]
 """Shape (C, N): replicas of N components in C candidates."""
 
-ROUNDS = 2
-"""Rounds of exchanging replicas between two components; each takes the best of all exchanges."""
+ROUNDS = 1
+"""Rounds of exchanging replicas around the best found, after those around the present: the next
+window looks again."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Space:
             room = np.maximum(used[:, 0], used[:, 1]) + others <= self.devices
         else:
             room = used[:, 0] + used[:, 1] + others <= self.devices
-        return np.asarray(inside & room & np.isin(counts[:, 1], self.trainer_sizes))
+        trainer = np.any(counts[:, 1:2] == np.array(self.trainer_sizes), axis=1)
+        return np.asarray(inside & room & trainer)
 
     def number(self) -> int:
         """How many combinations the ranges hold."""
@@ -62,9 +64,9 @@ class Space:
 
     def first(self, rows: Counts) -> Counts:
         """The present numbers, then the other rows, each once."""
-        now = np.array([self.now], dtype=np.int64)
-        rows = np.unique(rows[np.any(rows != now, axis=1)], axis=0)
-        return np.vstack([now, rows])
+        once = dict.fromkeys(map(tuple, rows.tolist()))
+        once.pop(self.now, None)
+        return np.array([self.now, *once], dtype=np.int64)
 
 
 def search(
@@ -76,10 +78,10 @@ def search(
     """The ``listed`` best candidates of a large system, the present numbers first.
 
     Starts from exact allocations of the remaining work (``work_s``, replica-seconds) for several
-    sizes of the trainer, then exchanges replicas between two components as long as ``score``
-    (predicted time to the end, by candidate) falls.
+    sizes of the trainer and from the present numbers, then exchanges replicas between two
+    components as long as ``score`` (predicted time to the end, by candidate) falls by 1 %.
     """
-    rows = _starts(space, work_s)
+    rows = np.vstack([_starts(space, work_s), _exchanges(space, space.now)])
     seen = {tuple(row): value for row, value in zip(rows.tolist(), score(rows), strict=True)}
     best = min(seen, key=lambda row: seen[row])
     for _ in range(ROUNDS):
@@ -90,7 +92,7 @@ def search(
         values = score(near)
         seen.update(zip(map(tuple, near.tolist()), values.tolist(), strict=True))
         challenger = tuple(near[int(np.argmin(values))].tolist())
-        if seen[challenger] >= seen[best] * (1 - 1e-3):
+        if seen[challenger] >= seen[best] * 0.99:
             break
         best = challenger
     order = sorted(seen, key=lambda row: seen[row])[:listed]

@@ -133,9 +133,7 @@ class Channel:
 
     def in_hand(self, replica: str | None = None) -> int:
         """Pieces handed out and not answered, of one replica or of all."""
-        return sum(
-            len(owed) for (name, _), owed in self._owed.items() if replica in (None, name)
-        )
+        return sum(len(owed) for (name, _), owed in self._owed.items() if replica in (None, name))
 
     def clear(self) -> None:
         """Forget everything that waits or is owed (a new attempt begins)."""

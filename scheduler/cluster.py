@@ -36,7 +36,12 @@ OBJECT_STORE_BYTES = 256 * 2**20
 # One thread everywhere: two threads add in another order than one, and the bits differ.
 ONE_THREAD = {
     name: "1"
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+    for name in (
+        "OMP_NUM_THREADS",
+        "MKL_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+        "NUMEXPR_NUM_THREADS",
+    )
 }
 
 

@@ -185,5 +185,3 @@ def _asked_by_operator(job: JobState) -> OperationState | None:
         if operation.status == "proposed":
             return operation
     return None
-
-

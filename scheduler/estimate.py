@@ -38,6 +38,9 @@ class Estimate:
     """Standard deviation of one observation, by the prior until more is known."""
     forget: float = 0.85
     prior_weight: float = 0.5
+    limit: float | None = None
+    """Predictive standard deviations beyond which an observation counts as that far only: for
+    quantities with a heavy tail, where a single stray one says little about the next."""
     observed: int = 0
     _weight: float = field(init=False)
     _squares: float = field(init=False)
@@ -58,6 +61,9 @@ class Estimate:
             )
         if weight == 0:
             return
+        if self.limit is not None:
+            reach = self.limit * self.predictive
+            value = min(max(value, self.mean - reach), self.mean + reach)
         decay = self.forget**weight
         # An observation of a large weight is a mean of several: it must not outweigh for good.
         gain = (1 - decay) / (1 - self.forget)

@@ -93,7 +93,9 @@ class Fleet:
         for host in self.hosts.values():
             if host.device is not None and host.device not in by_node.setdefault(host.node, []):
                 by_node[host.node].append(host.device)
-        slots = {device: i for devices in by_node.values() for i, device in enumerate(sorted(devices))}
+        slots = {
+            device: i for devices in by_node.values() for i, device in enumerate(sorted(devices))
+        }
         for node, devices in by_node.items():
             name = f"slots:{node}:{len(devices)}"
             bundle = {SLOT_RESOURCE: 1, "CPU": 1, f"{NODE_PREFIX}{node}": 0.001}

@@ -62,9 +62,10 @@ class Roles:
 
     def strategy(self, before: Topology, after: Topology) -> Strategy:
         """``reshard`` where the trainer's replicas change, else ``pause``."""
-        if before.replicas(self.trainer) is after.replicas(self.trainer):
-            return "pause"
-        same = _places(before, self.trainer) == _places(after, self.trainer)
+        here, there = before.replicas(self.trainer), after.replicas(self.trainer)
+        if len(here) != len(there):
+            return "reshard"
+        same = here == there or _places(before, self.trainer) == _places(after, self.trainer)
         return "pause" if same else "reshard"
 
 
@@ -98,6 +99,7 @@ class Layout:
         self.index = {name: position for position, name in enumerate(self.names)}
         nodes = [name.rsplit("/", 1)[0] for name in self.names]
         numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+        self.nodes = len(numbers)
         self.node = np.array([numbers[node] for node in nodes])
         self.elastic = dict(elastic)
         self.roles = roles
@@ -182,7 +184,9 @@ class Layout:
             missing = counts[name] - len(held[name])
             if missing > 0:
                 free = self._starts(taken, sizes[name])
-                foreign = ~np.isin(self.node[free], self.node[held[name]])
+                near = np.zeros(self.nodes, dtype=bool)
+                near[self.node[held[name]]] = True
+                foreign = ~near[self.node[free]]
                 order = np.lexsort((free, foreign, (front | back)[free]))
                 fresh = self._enough(name, free[order], missing)
                 held[name] = np.sort(np.concatenate([held[name], fresh[:missing]]))

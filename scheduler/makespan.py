@@ -17,6 +17,10 @@ Array = NDArray[np.float64]
 
 _TINY = 1e-9
 
+HEADROOM = 0.6
+"""Share of its lanes up to which a source serves turns without making them wait: turns come back
+from tools at random, so full lanes on average mean a queue half of the time."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -84,7 +88,10 @@ class Draws:
 
 @dataclass(frozen=True)
 class Station:
-    """Followers that share the same devices: they take turns there and work on ready groups."""
+    """Followers that share the same devices: they take turns there and work on ready groups.
+
+    Several stations can stand in one object, along a leading axis of length F.
+    """
 
     replicas: Array
     """(C, 1), weighted by device speed."""
@@ -161,7 +168,7 @@ def source_time(turns: Array, episodes: float, replicas: Array, lanes: int, draw
     """
     if episodes <= 0:
         return np.zeros(np.broadcast_shapes(np.shape(turns), np.shape(replicas)))
-    reach = lanes / draws.lane_share
+    reach = HEADROOM * lanes / draws.lane_share
     per_episode = np.minimum(turns / episodes, draws.turns_in_tail)
 
     def on(count: Array) -> Array:
@@ -188,14 +195,15 @@ def makespan(
     draws: Draws,
     source: Array,
     moved: Moved,
-    stations: Sequence[Station],
+    trainer: Station,
+    others: Station | None,
     follow: FollowUps,
 ) -> Makespan:
-    """Time to the end of the iteration; the trainer's station comes last.
+    """Time to the end of the iteration.
 
-    ``source`` has shape (C, 1). Stations work in parallel on different groups, so the slowest
-    counts. Follow-ups happen only at boundaries still ahead: a move that is due now is a
-    placement of its own.
+    ``source`` has shape (C, 1); ``others`` holds the stations of all other followers. Stations
+    work in parallel on different groups, so the slowest counts. Follow-ups happen only at
+    boundaries still ahead: a move that is due now is a placement of its own.
     """
     episodes = float(progress.outstanding)
     source_end = source_time(draws.turns_left, episodes, source, progress.lanes, draws)
@@ -204,13 +212,13 @@ def makespan(
         source_end = source_end + moved.source_s
     else:
         source_end = np.zeros_like(moved.source_s)
-    trainer = stations[-1]
+    stations = (trainer, others)
     follow_s = _follow(progress, draws, source_end, moved.station_s, stations, trainer.free, follow)
     possible = follow.paused is not None and follow.paused_free is not None and episodes > 0
     if possible and follow.pause_s is not None:
         assert follow.paused is not None
         assert follow.paused_free is not None
-        fits = follow.paused * (progress.lanes / draws.lane_share)
+        fits = follow.paused * (HEADROOM * progress.lanes / draws.lane_share)
         begins = np.maximum(source_end - tail_time(fits, source, draws), 0.0)
         share = 1.0 - follow.paused / np.maximum(source, _TINY)
         stops = begins + tail_time(fits, follow.paused, draws) + follow.pause_s * share
@@ -228,20 +236,19 @@ def _follow(
     draws: Draws,
     source_end: Array,
     station_from: Array,
-    stations: Sequence[Station],
+    stations: tuple[Station, Station | None],
     trainer_free: Array,
     follow: FollowUps,
 ) -> Array:
     """Seconds from the source's end to the end of the iteration."""
-    reach = progress.lanes / draws.lane_share
+    reach = HEADROOM * progress.lanes / draws.lane_share
     # Groups in the tail close during it: half of their work arrives in time on average.
     in_time = 1.0 - 0.5 * np.minimum(1.0, reach / max(progress.outstanding, 1))
-    longest: Array = np.zeros_like(source_end)
-    for station in stations[:-1]:
-        begin = np.zeros_like(source_end)
-        own, _ = _left(station, source_end, begin, station.free, in_time)
-        longest = np.maximum(longest, own)
-    trainer = stations[-1]
+    trainer, others = stations
+    longest = np.zeros_like(source_end)
+    if others is not None:
+        own, _ = _left(others, source_end, longest, others.free, in_time)
+        longest = own.max(axis=0)
     own, left = _left(trainer, source_end, station_from, trainer_free, in_time)
     wait = np.maximum(station_from - source_end, 0.0)
     best = wait + own

@@ -142,9 +142,7 @@ class MoveRunner:
             for replica, answer in stopped.items()
         ]
         lost = sum(answer["replay_tokens"] for answer in stopped.values())
-        self._gate.quiesced(
-            grant, custody, kv_tokens_lost=lost, quiesce_s=quiesced_s - began_s
-        )
+        self._gate.quiesced(grant, custody, kv_tokens_lost=lost, quiesce_s=quiesced_s - began_s)
         self._passed("quiesced")
         before_prints, after_prints, parts = self._transfer(grant, after, touched)
         requests = sum(answer["moved_bytes"] for answer in stopped.values())

@@ -190,8 +190,10 @@ class PlannedMoves:
         }
         self._graph.observe(edges, telemetry["now_s"])
         event = self._graph.event()
-        if not self._graph_told and event.matches_declared and len(event.edges) >= len(
-            self._graph.declared
+        if (
+            not self._graph_told
+            and event.matches_declared
+            and len(event.edges) >= len(self._graph.declared)
         ):
             self._gate.ledger.append(self._job, event)
             self._graph_told = True

@@ -21,6 +21,8 @@ from shiftbook.scheduler.makespan import Array, Makespan, Progress
 from shiftbook.scheduler.prediction import Placements, Prediction
 from shiftbook.scheduler.throughput import ThroughputModel
 
+__all__ = ["Decision", "Deliberation", "Planner", "Thresholds"]
+
 
 @dataclass(frozen=True)
 class _Scored:
@@ -434,12 +436,16 @@ class Planner:
         """(new replicas, new replicas on a node new to their component, replicas given up)."""
         fresh = foreign = gone = 0
         for name in {**before.components, **after.components}:
+            if before.replicas(name) is after.replicas(name):
+                continue
             here = {r.devices for r in before.replicas(name)}
             there = {r.devices for r in after.replicas(name)}
-            nodes = {devices[0].rsplit("/", 1)[0] for devices in here}
-            fresh += len(there - here)
+            new = there - here
+            fresh += len(new)
             gone += len(here - there)
-            foreign += sum(1 for d in there - here if d[0].rsplit("/", 1)[0] not in nodes)
+            if new:
+                nodes = {devices[0].rsplit("/", 1)[0] for devices in here}
+                foreign += sum(1 for devices in new if devices[0].rsplit("/", 1)[0] not in nodes)
         return fresh, foreign, gone
 
     # What is recorded

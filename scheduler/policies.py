@@ -119,5 +119,3 @@ def drawn_proposal(
         owed=owed,
         proposer="operator",
     )
-
-

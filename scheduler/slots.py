@@ -12,10 +12,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from pathlib import Path
 
 from shiftbook.ledger.fencing import lock_path
 from shiftbook.scheduler.errors import SlotBusy
+
+
+ENTER_LIMIT_S = 2.0
+ENTER_PAUSE_S = 0.001
 
 
 def core_of(device: str) -> int:
@@ -37,8 +42,8 @@ def pin(device: str | None) -> None:
     if device is None:
         return
     with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setaffinity(int(thread), {core_of(device)})
+        for thread in Path("/proc/self/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {core_of(device)})
 
 
 def lock_directory(ledger_file: Path) -> Path:
@@ -65,23 +70,22 @@ class Presence:
         if self._fd is not None:
             return
         fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, job.encode(), 0)
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            # The change from exclusive to shared is not atomic, so the name is read again.
-            owner = os.pread(fd, 4096, 0).decode()
-        except BlockingIOError:
-            owner = os.pread(fd, 4096, 0).decode() or "a process that is just entering"
-        if owner != job:
-            os.close(fd)
-            raise SlotBusy(
-                f"{self._device}: expected no process of another job, found one of {owner!r}; "
-                "wait until it leaves or dies"
-            )
-        self._fd = fd
+        deadline_s = time.monotonic() + ENTER_LIMIT_S
+        owner = ""
+        while time.monotonic() < deadline_s:
+            owner = _share(fd, job)
+            if owner == job:
+                self._fd = fd
+                return
+            if owner:
+                break
+            # Another process is just entering: it holds the lock for itself for an instant.
+            time.sleep(ENTER_PAUSE_S)
+        os.close(fd)
+        raise SlotBusy(
+            f"{self._device}: expected no process of another job, found one of "
+            f"{owner or 'a job that is entering'!r}; wait until it leaves or dies"
+        )
 
     def leave(self) -> None:
         """Let go."""
@@ -90,13 +94,30 @@ class Presence:
             self._fd = None
 
 
+def _share(fd: int, job: str) -> str:
+    """Take the lock shared, naming the job when nobody held it; the job that has the device, or
+    an empty text while that cannot be said."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, job.encode(), 0)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ""
+    # The change from exclusive to shared is not atomic, so the name is read again under it.
+    return os.pread(fd, 4096, 0).decode()
+
+
 class Activity:
     """The right to compute on a device now."""
 
     def __init__(self, directory: Path, device: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(
-            lock_path(directory, device).with_suffix(".activity"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            lock_path(directory, device).with_suffix(".activity"),
+            os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
+            0o600,
         )
         self.held = False
 

@@ -161,9 +161,7 @@ class Supervisor:
         }
         self.fleet.gather(
             {
-                r: self.fleet.send(
-                    r, "place", grant, Layout(layout.rank, layout.world, generation)
-                )
+                r: self.fleet.send(r, "place", grant, Layout(layout.rank, layout.world, generation))
                 for r, layout in layouts.items()
             }
         )

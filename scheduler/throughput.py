@@ -31,6 +31,16 @@ from shiftbook.scheduler.prediction import (
     Score,
 )
 
+__all__ = [
+    "IterationMeasured",
+    "Placements",
+    "Prediction",
+    "Priors",
+    "Score",
+    "ThroughputModel",
+    "tail_scale",
+]
+
 DRAWS = 65
 """One central draw and 32 antithetic pairs: a probability is known to about 0.06."""
 
@@ -58,6 +68,7 @@ class ThroughputModel:
         self.turn_s = self._prior(p.turn_s, 0.9)
         self.turns_per_episode = self._prior(p.turns_per_episode, 0.7)
         self.tail_s = self._prior(p.tail_s, 0.7)
+        self.tail_s.limit = 2.0
         self.lane_share = self._prior(p.lane_share, 0.98)
         self.update_s = self._prior(p.update_s, 0.8)
         self.follower_s: dict[str, Estimate] = {}
@@ -191,6 +202,8 @@ class ThroughputModel:
         )
 
     def _draw(self, estimate: Estimate, column: int, count: int, least: float = 0.0) -> Array:
+        if count == 1:
+            return np.array([max(estimate.mean, least, 1e-9)])
         values = estimate.mean + estimate.predictive * self._normals[:count, column]
         return np.maximum(values, max(0.2 * estimate.mean, least, 1e-9))
 
@@ -198,17 +211,35 @@ class ThroughputModel:
         self, names: Sequence[str], progress: Progress, replicas: Array, free: Array, count: int
     ) -> Station:
         """Followers that share devices, with the work that they have left."""
-        work, ready, fixed, unit = (np.zeros(count) for _ in range(4))
+        work, ready, fixed, unit = np.zeros((4, count))
         for name in names:
             # One column per component's name, the same in every process.
             column = 6 + sum(name.encode()) % 5
             per_unit = self._draw(self._follower(name), column, count)
-            work = work + progress.left.get(name, 0) * per_unit
+            owed = progress.left.get(name, 0) * per_unit
+            work = work + owed
             if name == self.roles.trainer:
-                fixed = fixed + progress.left.get(name, 0) * per_unit
+                fixed = fixed + owed
             unit = unit + per_unit
             ready = ready + progress.ready(name) * per_unit
         return Station(replicas, free, work, ready, fixed / np.maximum(work, 1e-12), unit)
+
+    def _others(self, placements: Placements, progress: Progress, count: int) -> Station | None:
+        """All followers with devices of their own, along a leading axis."""
+        if not placements.others:
+            return None
+        single = [
+            self.station([name], progress, replicas, free, count)
+            for name, (replicas, free) in placements.others.items()
+        ]
+        return Station(
+            replicas=np.stack([s.replicas for s in single]),
+            free=np.stack([s.free for s in single]),
+            work_s=np.stack([s.work_s for s in single])[:, None],
+            ready_s=np.stack([s.ready_s for s in single])[:, None],
+            fixed_share=np.zeros((len(single), 1, 1)),
+            unit_s=np.stack([s.unit_s for s in single])[:, None],
+        )
 
     # What it predicts
 
@@ -233,13 +264,9 @@ class ThroughputModel:
         kept = np.minimum(placements.source, placements.source_before)
         largest = np.maximum(placements.source, placements.source_before)
         taking_part = 1.0 - kept / np.maximum(largest, 1e-9)
-        stations = [
-            self.station([name], progress, replicas, free, count)
-            for name, (replicas, free) in placements.others.items()
-        ]
         own = [*(n for n in roles.stacked if n not in placements.others), roles.trainer]
-        trainer, free = placements.trainer, placements.trainer_free
-        stations.append(self.station(own, progress, trainer, free, count))
+        trainer = self.station(own, progress, placements.trainer, placements.trainer_free, count)
+        others = self._others(placements, progress, count)
         reshard = self._draw(self.move_cost(f"{roles.trainer}-reshard"), 11, count)
         pause = self._draw(self.move_cost(f"{roles.source}-shrink"), 12, count)
         follow = FollowUps(
@@ -250,7 +277,7 @@ class ThroughputModel:
             paused_free=placements.paused_free,
         )
         moved = Moved(cost * taking_part, cost * placements.trainer_moved)
-        return makespan(progress, draws, placements.source, moved, stations, follow)
+        return makespan(progress, draws, placements.source, moved, trainer, others, follow)
 
     def prediction(self, result: Makespan, row: int, progress: Progress) -> Prediction:
         """One placement's row as a prediction."""

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import click
+
 from shiftbook.ledger.cli_options import (
     LedgerURL,
     emit,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
+
 from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.envelope import ENVELOPE_FIELDS, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from pydantic import ValidationError
+
 from shiftbook.ledger.envelope import SYSTEM_JOB, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent, ShiftbookError
 from shiftbook.ledger.events.base import Event, Segment, UnknownEvent

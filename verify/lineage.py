@@ -244,7 +244,8 @@ class Track:
         run = Drawn(event.start, stop, event.group_size, event.iteration, at)
         for uid in [u for u, s in self.samples.items() if event.start <= s.ordinal < stop]:
             del self.samples[uid]
-        self.draws = deque((d for d in self.draws if d.stop <= event.start), maxlen=WINDOW)
+        if self.draws and self.draws[-1].stop > event.start:  # drawn again
+            self.draws = deque((d for d in self.draws if d.stop <= event.start), maxlen=WINDOW)
         self.draws.append(run)
         self._open(run)
         self.cursor = stop
@@ -298,15 +299,17 @@ class Track:
         old = [s for s in self.samples.values() if s.iteration <= iteration - bound]
         if not old:
             return
-        runs = {d.start: d for d in self.draws}
-        last_consumed: dict[int, int] = {}
+        last_consumed: dict[int, int | None] = {}
         for sample in old:
             del self.samples[sample.uid]
-            if sample.consumed:
-                last_consumed[sample.drawn] = sample.consumed[-1]
-        for run in runs.values():
-            if any(s.drawn == run.position for s in old):
-                self.closed.append(replace(run, consumed=last_consumed.get(run.position)))
+            if sample.consumed or sample.drawn not in last_consumed:
+                last_consumed[sample.drawn] = sample.consumed[-1] if sample.consumed else None
+        # What closes was drawn lately, so the search begins at the end.
+        for run in reversed(self.draws):
+            if not last_consumed:
+                break
+            if run.position in last_consumed:
+                self.closed.append(replace(run, consumed=last_consumed.pop(run.position)))
 
 
 def _chain_of(mark: Mark, fallback: Chain) -> Chain:

@@ -11,7 +11,7 @@ from typing import Any
 
 from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
-from shiftbook.ledger.store import STORAGE_SCHEMA
+from shiftbook.ledger.tables import STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
 
 COLUMNS = (

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import click
+
 from shiftbook.ledger.cli_options import (
     Format,
     emit,

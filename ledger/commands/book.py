@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
+
 from shiftbook.ledger.cli_options import (
     Format,
     clock_text,
@@ -19,6 +20,7 @@ from shiftbook.ledger.cli_options import (
     moment_ns,
     one_job,
     open_book,
+    printable,
 )
 from shiftbook.ledger.errors import InvalidInput, UnknownOperation
 
@@ -223,7 +225,7 @@ def show(ledger_url: str, format_: str, target: str) -> None:
     if format_ == "json":
         emit_document(story)
     else:
-        sys.stdout.write(story_text(story))
+        sys.stdout.write(printable(story_text(story)))
 
 
 @click.command()
@@ -249,7 +251,7 @@ def state(ledger_url: str, format_: str, job: str | None) -> None:
     if format_ == "json":
         emit_document(standing)
     else:
-        sys.stdout.write(standing_text(standing))
+        sys.stdout.write(printable(standing_text(standing)))
 
 
 @click.command()
@@ -302,7 +304,8 @@ def _print_followed(event: StoredEvent, format_: Format, *, first: bool) -> None
     else:
         from shiftbook.ledger.summary import summary
 
-        sys.stdout.write(
+        line = (
             f"{event.position:>7}  {clock_text(event.recorded_ns)}  {event.job}  {event.type}  "
-            f"{summary(event)}\n"
+            f"{summary(event)}"
         )
+        sys.stdout.write(printable(line) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+
 from shiftbook.ledger.cli_options import DEFAULT_LEDGER, Format, emit, format_option, ledger_option
 
 EXIT_BAD = 1

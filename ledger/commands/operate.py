@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
+
 from shiftbook.ledger.cli_options import (
     Format,
     actor,
@@ -51,6 +53,12 @@ DEFAULT_MOVER = "ray"
 @click.option("--gain", "gain_s", type=float, default=0.0, show_default=True, help="Seconds won.")
 @click.option("--cost", "cost_s", type=float, default=0.0, show_default=True, help="Seconds lost.")
 @click.option(
+    "--owed",
+    default="",
+    help='Units that a component still owes, such as "inference=0": the gate wants to know it for '
+    "a component that is left without a device, and refuses unless it is 0.",
+)
+@click.option(
     "--restoring", is_flag=True, help="A move back to a valid topology, as safe mode allows."
 )
 @click.option(
@@ -66,6 +74,7 @@ def propose(
     strategy: str,
     gain_s: float,
     cost_s: float,
+    owed: str,
     restoring: bool,
     wait_s: float | None,
     format_: str,
@@ -86,10 +95,7 @@ def propose(
         proposal = _proposal(
             state, read_topology(after, state.topology), cast("Strategy", strategy), gain_s, cost_s
         )
-        if restoring:
-            from dataclasses import replace
-
-            proposal = replace(proposal, restoring=True)
+        proposal = replace(proposal, owed=read_owed(owed), restoring=restoring)
         try:
             operation = Gate(ledger, by=actor()).propose(name, proposal)
         except Rejected as rejected:
@@ -153,6 +159,7 @@ def read_topology(text: str, now: Topology) -> Topology:
     changes gets a replica of one device for each device. A JSON file says it all itself.
     """
     from pydantic import ValidationError
+
     from shiftbook.ledger.topology import Topology
 
     try:
@@ -171,6 +178,17 @@ def read_topology(text: str, now: Topology) -> Topology:
         if name not in placement or now.placement()[name] == placement[name]
     }
     return Topology(components={**now.components, **made.components, **kept})
+
+
+def read_owed(text: str) -> dict[str, int]:
+    """Read ``component=units ...``; raise InvalidInput."""
+    owed = {}
+    for word in text.split():
+        component, _, units = word.partition("=")
+        if not component or not units.isdigit():
+            raise InvalidInput(f'expected --owed "inference=0 tool=0", found {word!r}')
+        owed[component] = int(units)
+    return owed
 
 
 def _assignment(word: str) -> tuple[str, list[str]]:

@@ -59,7 +59,9 @@ def load_path(path: str) -> Callable[..., Any]:
     try:
         return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
     except (ImportError, AttributeError) as error:
-        raise WorkerError(f"expected a Python path module:name, found {path!r} ({error})") from error
+        raise WorkerError(
+            f"expected a Python path module:name, found {path!r} ({error})"
+        ) from error
 
 
 class WorkerHost:
@@ -338,7 +340,12 @@ class WorkerHost:
         worker = (self.spec.replica, self.incarnation)
         lanes = self._held().lanes
         works = self._loop.call(
-            "take", self.spec.component, worker, limit, None if lanes is None else list(lanes), wait_s
+            "take",
+            self.spec.component,
+            worker,
+            limit,
+            None if lanes is None else list(lanes),
+            wait_s,
         )
         return list(works)
 
@@ -426,7 +433,7 @@ class _Loop:
                     self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
                 return ray.get(getattr(self._handle, method).remote(*arguments), timeout=30)
             except TypeError as e:
-                m=getattr(self._handle, method)
+                m = getattr(self._handle, method)
                 raise WorkerError(f"DEBUG {method} {arguments} {vars(m)} {self._handle}") from e
             except (ray.exceptions.RayActorError, ValueError):
                 self._handle = None

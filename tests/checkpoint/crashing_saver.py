@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bundle_states import fields, state
+
 from shiftbook.checkpoint import shelf
 from shiftbook.checkpoint.bundle import latest_bundle, restore_bundle, save_bundle
 from shiftbook.checkpoint.errors import BundleWriteFailed
+from tests.checkpoint.bundle_states import fields, state
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 

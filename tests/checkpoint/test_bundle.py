@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 import pytest
 import torch
-from bundle_states import UIDS, fields, same_bits, state
+
 from shiftbook.checkpoint.bundle import (
     SavedBundle,
     external_part,
@@ -43,6 +43,7 @@ from shiftbook.checkpoint.manifest import (
     load_manifest,
 )
 from shiftbook.checkpoint.shelf import list_bundles
+from tests.checkpoint.bundle_states import UIDS, fields, same_bits, state
 
 torch.set_num_threads(1)
 DATA = "state/__0_0.distcp"

@@ -17,17 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_states import fields, state
+
 from shiftbook.checkpoint.bundle import latest_bundle, retain, save_bundle
 from shiftbook.checkpoint.errors import BundleWriteFailed
 from shiftbook.checkpoint.shelf import list_bundles, shelf_lock
+from tests.checkpoint.bundle_states import fields, state
 
-SCRIPT = Path(__file__).with_name("crashing_saver.py")
+ROOT = Path(__file__).parents[2]
 
 
 def crash(folder: Path, how: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), how],
+        [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.crashing_saver", str(folder), how],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=240,

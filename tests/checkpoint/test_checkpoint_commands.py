@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bundle_states import fields, state
 from click.testing import CliRunner, Result
+
 from shiftbook.checkpoint.bundle import SavedBundle, save_bundle
 from shiftbook.ledger.cli import main
+from tests.checkpoint.bundle_states import fields, state
 
 
 def run(*arguments: Any) -> Result:

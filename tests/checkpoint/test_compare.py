@@ -12,6 +12,7 @@ import sys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shiftbook.checkpoint.compare import Difference, FingerprintMap, root
 from shiftbook.checkpoint.errors import FingerprintError
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shiftbook.checkpoint import elements
 from shiftbook.checkpoint.errors import (
     FingerprintError,

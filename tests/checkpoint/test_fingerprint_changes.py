@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
 from shiftbook.checkpoint.errors import FingerprintError
 from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint, update
 

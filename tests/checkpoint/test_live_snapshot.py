@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_states import UIDS, state
+
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import LiveSnapshotDamaged
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.checkpoint.live import LiveSnapshot
+from tests.checkpoint.bundle_states import UIDS, state
 
 
 def snapshot() -> LiveSnapshot:

@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from shiftbook.checkpoint.errors import SamplerStateError
 from shiftbook.checkpoint.manifest import SamplerCursor
 from shiftbook.checkpoint.sampler import (

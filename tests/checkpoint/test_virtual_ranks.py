@@ -9,7 +9,6 @@ and statistics, against sums that this test writes out by hand.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -18,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -33,23 +31,12 @@ from shiftbook.checkpoint.virtual_ranks import (
     all_reduce_tree,
     reduce_tree,
 )
+from tests.checkpoint.gloo_rank import GROUPS, SIZE, gradient
 
-SCRIPT = Path(__file__).with_name("gloo_rank.py")
+ROOT = Path(__file__).parents[2]
 SEED = 5
 GENERATIONS = itertools.count()
 
-
-def _load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gloo_rank", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-rank_script = _load_script()
-GROUPS: int = rank_script.GROUPS
 PLAN = VirtualRankPlan(4, GROUPS)
 
 
@@ -61,7 +48,8 @@ class Ranks:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(SCRIPT), str(self.store.port)],
+                [sys.executable, "-m", "tests.checkpoint.gloo_rank", str(self.store.port)],
+                cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 env=environment,
@@ -101,7 +89,7 @@ def expected() -> RankSum:
         total: torch.Tensor | None = None
         loss = 0.0
         for step, index in enumerate(range(virtual_rank * 4, virtual_rank * 4 + 4)):
-            flat, count, stats, _ = rank_script.gradient(index)
+            flat, count, stats, _ = gradient(index)
             total = flat.clone() if total is None else total + flat
             loss = stats["loss_sum"] if step == 0 else loss + stats["loss_sum"]
             tokens += count
@@ -200,13 +188,13 @@ def test_two_moves_in_one_update(ranks: Ranks, tmp_path: Path) -> None:
 def filled(groups: list[int], world: int = 1, rank: int = 0) -> GradientAccumulator:
     accumulator = GradientAccumulator(PLAN, world, rank)
     for group in groups:
-        accumulator.add(group, *rank_script.gradient(group))
+        accumulator.add(group, *gradient(group))
     return accumulator
 
 
 def test_another_order_of_additions_would_show() -> None:
     """The comparison above can fail: a plain running sum has other bits."""
-    flats = [rank_script.gradient(group)[0] for group in range(GROUPS)]
+    flats = [gradient(group)[0] for group in range(GROUPS)]
     running = flats[0].clone()
     for flat in flats[1:]:
         running += flat
@@ -220,7 +208,7 @@ def test_every_arrival_order_of_one_virtual_rank() -> None:
         accumulator = GradientAccumulator(plan)
         for position, group in enumerate(order):
             assert not accumulator.ready()
-            accumulator.add(group, *rank_script.gradient(group))
+            accumulator.add(group, *gradient(group))
             assert sorted(accumulator.groups_in) == sorted(order[: position + 1])
         total = all_reduce_tree(accumulator.local_sums(), None).flat
         wanted = total if wanted is None else wanted
@@ -236,7 +224,7 @@ def test_plan_gives_aligned_blocks() -> None:
 
 
 def test_named_gradients_and_flat_ones_are_the_same() -> None:
-    flat, tokens, stats, uids = rank_script.gradient(0)
+    flat, tokens, stats, uids = gradient(0)
     named = {"a": flat[:11].view(11, 1), "b": flat[11:]}
     one, other = (
         GradientAccumulator(VirtualRankPlan(1, 1)),
@@ -251,14 +239,14 @@ def test_a_snapshot_does_not_change_with_its_source() -> None:
     accumulator = filled([0, 2])
     snapshot = accumulator.snapshot()
     kept = snapshot["ranks"][0]["flat"].clone()
-    accumulator.add(1, *rank_script.gradient(1))
+    accumulator.add(1, *gradient(1))
     assert torch.equal(snapshot["ranks"][0]["flat"], kept)
     assert list(snapshot["ranks"][0]["pending"]) == [2]
 
 
 def test_reset_and_bytes() -> None:
     accumulator = filled([0, 2])
-    assert accumulator.resident_bytes() == 2 * 4 * rank_script.SIZE
+    assert accumulator.resident_bytes() == 2 * 4 * SIZE
     accumulator.reset()
     assert accumulator.resident_bytes() == 0
     assert accumulator.groups_in == []
@@ -269,12 +257,12 @@ def test_a_group_counts_once_and_only_where_it_belongs() -> None:
     accumulator = filled([0, 3], world=2)
     for again in (0, 3):
         with pytest.raises(VirtualRankError, match="exactly once"):
-            accumulator.add(again, *rank_script.gradient(again))
+            accumulator.add(again, *gradient(again))
     with pytest.raises(VirtualRankError, match="send it to rank 1"):
-        accumulator.add(12, *rank_script.gradient(12))
+        accumulator.add(12, *gradient(12))
     with pytest.raises(VirtualRankError, match="still missing"):
         accumulator.local_sums()
-    flat, tokens, stats, uids = rank_script.gradient(1)
+    flat, tokens, stats, uids = gradient(1)
     with pytest.raises(VirtualRankError, match="gradient elements"):
         accumulator.add(1, flat[:-1], tokens, stats, uids)
     with pytest.raises(VirtualRankError, match="float32"):

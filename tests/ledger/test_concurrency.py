@@ -1,4 +1,4 @@
-"""Goal: many processes and threads write one ledger without gaps, and no acknowledged event is lost.
+"""Goal: many processes and threads write one ledger without gaps; nothing acknowledged is lost.
 
 Method: real processes with threads append and decide while a follower reads; others are killed with
 SIGKILL in mid-work after telling, over a pipe, which appends were acknowledged.
@@ -156,6 +156,8 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path: Path, seed: int) -> No
             text, first, last = child.stdout.readline().split()
             acknowledged[text] = int(first), int(last)
         os.kill(child.pid, signal.SIGKILL)
+        assert child.stdin is not None
+        child.stdin.close()
         rest = child.stdout.read()
         for line in rest.splitlines(keepends=True):
             if line.endswith("\n"):
@@ -163,6 +165,7 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path: Path, seed: int) -> No
                 acknowledged[text] = int(first), int(last)
             else:
                 torn += 1
+        child.stdout.close()
         child.wait(timeout=DEADLINE_S)
     assert len(acknowledged) >= 3
     with Ledger.open(url) as ledger:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from shiftbook.ledger.errors import (
+    IllegalStep,
     InvalidInput,
     Poisoned,
     Rejected,
@@ -198,6 +199,33 @@ def test_commit_waits_for_the_mover_to_confirm(gate: Gate, mover: FileMover) -> 
     assert last(gate).status == "committed"
 
 
+@pytest.mark.parametrize("with_mover", [True, False])
+def test_a_late_commit_is_still_a_commit(
+    gate: Gate, mover: FileMover, clock: Clock, with_mover: bool
+) -> None:
+    block = run(gate, mover if with_mover else None)
+    next(block)
+    clock.forward(1e6)
+    with pytest.raises(StopIteration):
+        next(block)
+    assert last(gate).status == "committed"
+    assert last(gate).taken_over
+    assert mover.log == []
+
+
+def test_a_late_exception_after_verified_finishes_all_the_same(
+    gate: Gate, mover: FileMover, clock: Clock
+) -> None:
+    block = run(gate, mover)
+    next(block)
+    clock.forward(1e6)
+    mover.write(BETWEEN, working=False)
+    with pytest.raises(OSError, match="late"):
+        block.throw(OSError("late"))
+    assert last(gate).status == "committed"
+    matches(gate, mover)
+
+
 @pytest.mark.parametrize("upto", ["granted", "quiesced", "transferred", "verified"])
 def test_without_a_mover_an_exception_poisons(gate: Gate, upto: str) -> None:
     block = run(gate, None, upto)
@@ -264,11 +292,10 @@ def test_an_unconfirmed_restore_is_no_roll_back(gate: Gate, mover: FileMover) ->
 def test_different_fingerprints_roll_back(gate: Gate, mover: FileMover) -> None:
     block = run(gate, mover, "transferred")
     move = next(block)
-    with pytest.raises(Exception, match="fingerprints") as caught:
-        try:
-            move.verified({"p": FINGERPRINT}, {"p": OTHER_FINGERPRINT})
-        except Exception as error:
-            block.throw(error)
+    with pytest.raises(IllegalStep, match="fingerprints") as refused:
+        move.verified({"p": FINGERPRINT}, {"p": OTHER_FINGERPRINT})
+    with pytest.raises(IllegalStep) as caught:
+        block.throw(refused.value)
     assert caught.value.__notes__ == [f"{move.operation}: rolled_back"]
     matches(gate, mover)
 
@@ -279,11 +306,10 @@ def test_a_block_that_recovery_took_over_touches_nothing(gate: Gate, mover: File
     (outcome,) = recover(gate.ledger, "j", mover, by="recover")
     assert outcome.ended == "rolled_back"
     mover.log.clear()
+    with pytest.raises(StaleGrant) as refused:
+        move.verified({"p": FINGERPRINT}, {"p": FINGERPRINT})
     with pytest.raises(StaleGrant) as caught:
-        try:
-            move.verified({"p": FINGERPRINT}, {"p": FINGERPRINT})
-        except StaleGrant as error:
-            block.throw(error)
+        block.throw(refused.value)
     assert "left as it is" in caught.value.__notes__[0]
     assert mover.log == []
     matches(gate, mover)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 import pytest
+
 from shiftbook.ledger.cli import COMMAND_GROUP, ORDER, main, short_help
 from shiftbook.ledger.mirror import TABLES, Mirror
 from shiftbook.ledger.query import run_query
@@ -120,7 +121,10 @@ def test_help_lists_every_command_with_a_line_and_imports_none() -> None:
 
 
 def test_every_table_is_documented_with_its_columns_and_types(tmp_path: Path) -> None:
-    with write_sample(tmp_path / "ledger.db", iterations=2) as ledger, Mirror.open(ledger) as mirror:
+    with (
+        write_sample(tmp_path / "ledger.db", iterations=2) as ledger,
+        Mirror.open(ledger) as mirror,
+    ):
         for name in TABLES:
             text = section(SQL, name)
             documented = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", text, re.MULTILINE)
@@ -148,7 +152,10 @@ def test_the_example_query_of_a_table_runs(name: str, tmp_path: Path) -> None:
 def test_the_query_of_the_command_line_page_runs(tmp_path: Path) -> None:
     block = next(block for block in examples(section(CLI, "sql")) if "select" in block)
     words = shlex.split(block.split("\nshiftbook")[0])
-    with write_sample(tmp_path / "ledger.db", iterations=2) as ledger, Mirror.open(ledger) as mirror:
+    with (
+        write_sample(tmp_path / "ledger.db", iterations=2) as ledger,
+        Mirror.open(ledger) as mirror,
+    ):
         assert len(list(run_query(mirror, words[2]).rows)) == 2
 
 

@@ -6,7 +6,7 @@ took effect are made by a connection that raises SQLite's own error at COMMIT.
 
 from __future__ import annotations
 
-import errno
+import itertools
 import os
 import resource
 import shutil
@@ -29,6 +29,7 @@ from shiftbook.ledger.errors import (
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.receipt import Receipt
 
 DEADLINE_S = 30.0
 
@@ -308,22 +309,25 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_full_disk(small_disk: Path) -> None:
-    filler = small_disk / "filler"
     with Ledger.open(f"sqlite:///{small_disk}/ledger.db") as ledger:
-        written = 0
+
+        def append(number: int) -> Receipt:
+            return ledger.append("job", [fork("x" * 5000)] * 4, key=str(number))
+
+        def fill() -> None:
+            for number in itertools.count():
+                append(number)
+
         with pytest.raises(LedgerUnreachable, match="full"):
-            for number in range(200):
-                ledger.append("job", [fork("x" * 5000)] * 4, key=str(number))
-                written += 1
+            fill()
+        written = ledger.head().size // 4
         assert written
-        assert ledger.head().size == 4 * written
         for _ in range(2):
             with pytest.raises(LedgerUnreachable, match="full"):
-                ledger.append("job", [fork("x" * 5000)] * 4, key=str(written))
-        assert not filler.exists()
+                append(written)
+        assert ledger.head().size == 4 * written
         subprocess.run(["mount", "-o", "remount,size=8m", str(small_disk)], check=True)
-        receipt = ledger.append("job", [fork("x" * 5000)] * 4, key=str(written))
-        assert not receipt.repeated
+        assert not append(written).repeated
         assert [e.position for e in ledger.read()] == list(range(4 * written + 4))
 
 
@@ -374,8 +378,7 @@ def test_a_commit_in_doubt_is_settled_by_its_key(path: Path, takes_effect: bool)
 
 
 def test_after_doubt_the_head_is_verified_before_the_next_append(path: Path) -> None:
-    """The file is swapped for an older copy while the commit is in doubt."""
-    older = path.read_bytes()
+    """An acknowledged event is gone from the file while another commit is in doubt."""
     ledger = Ledger.open(f"sqlite:///{path}")
     ledger.append("job", fork("acknowledged"))
     ledger._store._open.writer = FailingCommit(ledger._store._open.writer, takes_effect=False)
@@ -389,7 +392,6 @@ def test_after_doubt_the_head_is_verified_before_the_next_append(path: Path) -> 
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     with pytest.raises(NotALedger, match="acknowledged"):
         ledger.append("job", fork("next"))
-    assert len(older) > 0
     ledger.close()
 
 
@@ -414,19 +416,17 @@ ledger.close()
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace to fail a sync")
 def test_a_sync_that_fails(path: Path) -> None:
     """The third fdatasync of the process reports EIO, as a dying disk does."""
-    command = ["strace", "-f", "-qq", "-e", "trace=none", "-e", "signal=none"]
-    for when in (1, 2, 3):
-        done = subprocess.run(
-            [*command, "-e", f"inject=fdatasync:error=EIO:when={when}",
-             sys.executable, "-c", STRACED, f"sqlite:///{path}"],
-            capture_output=True, text=True, timeout=DEADLINE_S,
-        )  # fmt: skip
-        if "ptrace" in done.stderr:
-            pytest.skip("strace is not permitted here")
-        lines = done.stdout.splitlines()
-        assert lines[-1].startswith("3 ok"), (done.stdout, done.stderr)
-        assert done.returncode == 0
-        break
+    trace = ["strace", "-f", "-qq", "-e", "trace=fdatasync", "-o", str(path.parent / "trace")]
+    done = subprocess.run(
+        [*trace, "-e", "inject=fdatasync:error=EIO:when=3",
+         sys.executable, "-c", STRACED, f"sqlite:///{path}"],
+        capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    if "ptrace" in done.stderr.lower():
+        pytest.skip("tracing is not permitted here")
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr
+    assert lines[-1].startswith("3 ok"), lines
     assert any("AppendInDoubt" in line for line in lines)
     with Ledger.open(f"sqlite:///{path}") as ledger:
         assert [e.body["reason"] for e in ledger.read(199)] == ["0", "1", "2", "3"]
@@ -460,7 +460,3 @@ def test_threads_that_meet_a_full_disk_lose_nothing(path: Path) -> None:
     keys = [event.key for event in ledger.read(200)]
     assert sorted(keys) == sorted([*acknowledged, *failed] * 5)
     ledger.close()
-
-
-def test_errno_names_are_those_of_this_system() -> None:
-    assert errno.ENOSPC == 28

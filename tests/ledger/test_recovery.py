@@ -13,12 +13,24 @@ from pathlib import Path
 
 import pytest
 from shiftbook.ledger import mover as mover_module
-from shiftbook.ledger.errors import DeviceHeld, InvalidInput, LedgerUnreachable, UnknownJob
+from shiftbook.ledger.errors import (
+    DeviceHeld,
+    IllegalStep,
+    InvalidInput,
+    LedgerUnreachable,
+    UnknownJob,
+)
 from shiftbook.ledger.fencing import DeviceLock
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.mover import VacantMover, load_mover
-from shiftbook.ledger.recovery import Outcome, recover
+from shiftbook.ledger.recovery import (
+    Outcome,
+    end_or_poison,
+    finish_or_poison,
+    recover,
+    restore_or_poison,
+)
 from shiftbook.ledger.topology import Topology
 
 from tests.ledger.gate_cases import (
@@ -108,6 +120,30 @@ def test_poisoned_only_when_the_way_that_is_left_fails_each_time(
     assert outcome.ended == status(gate, operation) == "poisoned"
     assert mover.log == ["finish" if reached == "verified" else "restore"] * 3
     assert set(gate.ledger.state().quarantine) == {"n/0", "n/1"}
+
+
+@pytest.mark.parametrize("reached", ["proposed", "granted", "quiesced", "verified"])
+def test_each_way_is_refused_where_it_is_not_the_way(
+    gate: Gate, mover: FileMover, reached: str
+) -> None:
+    running(gate)
+    operation = gate.propose("j", proposal())
+    grant = gate.grant("j", operation)
+    if reached == "proposed":  # and closed under its controller
+        gate.abandon("j", operation, "a weight sync goes first")
+    elif reached != "granted":
+        advance(gate, grant, reached)
+    wrong = {"proposed": [restore_or_poison, finish_or_poison, end_or_poison]}.get(
+        reached, [restore_or_poison if reached == "verified" else finish_or_poison]
+    )
+    found = status(gate, operation)
+    for way in wrong:
+        with pytest.raises(IllegalStep, match=f"{operation} is {found}"):
+            way(gate, grant, mover, "x")
+    assert mover.log == [], "nothing was touched"
+    assert status(gate, operation) == found
+    if reached != "proposed":
+        assert end_or_poison(gate, grant, mover, "x") == ENDS[reached]
 
 
 def test_the_commit_of_recovery_says_what_had_moved(gate: Gate, mover: FileMover) -> None:

@@ -12,11 +12,13 @@ import random
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from xml.etree import ElementTree
 
 import pytest
+
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
@@ -140,7 +142,7 @@ def test_titles_say_what_the_ledger_says(tmp_path: Path) -> None:
     with write_sample(tmp_path / "ledger.db") as ledger:
         with Mirror.open(ledger) as mirror:
             stories = read_stories(mirror)
-        closing = [e for e in ledger.read(job="demo-static", types={"IterationCompleted"})]
+        closing = list(ledger.read(job="demo-static", types={"IterationCompleted"}))
         gained = list(ledger.read(types={"GainRealized"}))
         commits = list(ledger.read(types={"ReallocationCommitted"}))
         text = render_report(ledger)
@@ -174,7 +176,7 @@ def test_stays_tile_the_lanes_of_the_devices(tmp_path: Path) -> None:
     end_s = story.since_start_s(story.end_ns)
     for device in story.devices:
         edges = sorted({s.start_s for s in story.stays} | {end_s})
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             middle = (start + stop) / 2
             here = [
                 (s.low, s.high)
@@ -203,9 +205,7 @@ def test_an_empty_ledger(tmp_path: Path, page_of: Callable[[Ledger], str]) -> No
     assert not page.named("picture")
 
 
-def test_a_job_that_has_just_been_opened(
-    tmp_path: Path, page_of: Callable[[Ledger], str]
-) -> None:
+def test_a_job_that_has_just_been_opened(tmp_path: Path, page_of: Callable[[Ledger], str]) -> None:
     clock = Clock()
     with open_sample(tmp_path / "ledger.db", clock) as ledger:
         Writer(ledger, clock, "young", "dynamic", random.Random(1)).open()
@@ -264,6 +264,8 @@ def test_the_verdict_that_is_given_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
-    with open_sample(tmp_path / "ledger.db") as ledger:
-        with pytest.raises(InvalidInput, match="expected to write"):
-            write_report(ledger, tmp_path / "missing" / "report.html")
+    with (
+        open_sample(tmp_path / "ledger.db") as ledger,
+        pytest.raises(InvalidInput, match="expected to write"),
+    ):
+        write_report(ledger, tmp_path / "missing" / "report.html")

@@ -13,6 +13,7 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 import pytest
+
 from shiftbook.ledger.errors import InvalidQuery
 from shiftbook.ledger.mirror import TABLES, Mirror
 from shiftbook.ledger.query import run_query
@@ -149,9 +150,7 @@ def test_not_even_its_own_file(mirror: Mirror, folder: Path) -> None:
         ("SELECT job::INTEGER FROM events", "Conversion Error"),
     ],
 )
-def test_a_bad_query_is_one_line_that_names_the_tables(
-    mirror: Mirror, sql: str, said: str
-) -> None:
+def test_a_bad_query_is_one_line_that_names_the_tables(mirror: Mirror, sql: str, said: str) -> None:
     with pytest.raises(InvalidQuery) as caught:
         list(run_query(mirror, sql).rows)
     text = str(caught.value)

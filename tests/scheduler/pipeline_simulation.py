@@ -211,7 +211,8 @@ class Job:
         self.update_left_s -= TICK_S
         if self.update_left_s > 0:
             return
-        assert self.tail_s is not None and self.ended_s is not None
+        assert self.tail_s is not None
+        assert self.ended_s is not None
         self.measured.append(
             IterationMeasured(
                 episodes=len(self.episodes),
@@ -278,6 +279,9 @@ class Job:
             )
             self.units[name], self.busy[name] = 0, 0.0
         return WindowObserved(
-            attempt="a", iteration=self.iteration, start_ns=0, window_s=length_s,
+            attempt="a",
+            iteration=self.iteration,
+            start_ns=0,
+            window_s=length_s,
             components=components,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shiftbook.scheduler.errors import RequestError
 from shiftbook.scheduler.routing import TurnQueue, urgency
 
@@ -51,7 +52,7 @@ def test_a_request_past_the_maximal_wait_goes_before_every_younger_one():
 def test_a_request_handed_back_keeps_its_age():
     queue: TurnQueue[str, str] = TurnQueue(ageing_s=1.0)
     put(queue, "a", now_s=0.0)
-    (key, item), = queue.take(1, 0.0)
+    ((key, item),) = queue.take(1, 0.0)
     put(queue, "b", calls=1, now_s=3.0)
     queue.put(key, item, tool_calls_done=0, cached_tokens=0, now_s=0.0)
     assert [k for k, _ in queue.take(2, 3.0)] == ["a", "b"]
@@ -94,7 +95,9 @@ def test_the_queue_equals_a_list_that_is_sorted_anew(steps, pace_s):
     for index, (step, first, second) in enumerate(steps):
         now_s = index * pace_s
         if step == "put":
-            queue.put(put_count, put_count, tool_calls_done=first, cached_tokens=second, now_s=now_s)
+            queue.put(
+                put_count, put_count, tool_calls_done=first, cached_tokens=second, now_s=now_s
+            )
             model[put_count] = (urgency(first, second, now_s, 2.0), put_count, now_s)
             put_count += 1
         elif step == "take":

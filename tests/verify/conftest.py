@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from honest_run import Run, copied, honest_run
 from shiftbook.verify.verdict import Verdict, verify
+from tests.verify.honest_run import Run, copied, honest_run
 
 Mutation = Callable[[Run], object]
 

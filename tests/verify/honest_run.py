@@ -579,7 +579,7 @@ class Maker:
             self.run.add(event, operation)
 
     def steps(self, count: int, devices: tuple[str, ...] = ("n/2",)) -> list[Event]:
-        """The first steps of a move after its proposal: granted, quiesced, transferred, verified."""
+        """First steps of a move after its proposal: granted, quiesced, transferred, verified."""
         print_ = {"rollout": policy(self.version)}
         return [
             reallocation.ReallocationGranted(devices=devices, step_limit_s=20.0),

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from honest_run import JOB, Run, honest_run, policy
+
 from shiftbook.ledger.cli import LazyCommands
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.commands import verify as verify_command
 from shiftbook.verify.verdict import Verdict, follow, verify
+from tests.verify.honest_run import JOB, Run, honest_run, policy
 
 DEADLINE_S = 60.0
 
@@ -215,7 +216,7 @@ def test_record_refuses_what_was_not_judged(
 
 def fill(path: Path, run: Run, first: int, started: threading.Event | None = None) -> None:
     """Write the rest of a run, batch after batch."""
-    from honest_run import _final
+    from tests.verify.honest_run import _final
 
     with Ledger.open(f"sqlite:///{path}", writer="writer-2", actor="tester") as ledger:
         for at in range(first, len(run.entries), 4):

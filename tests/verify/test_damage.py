@@ -15,14 +15,15 @@ from pathlib import Path
 
 import orjson
 import pytest
-from honest_run import Run, honest_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.errors import InvalidInput, ShiftbookError, UnknownJob, UnknownPosition
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.errors import NothingToJudge, UnreadableStore
 from shiftbook.verify.verdict import Verdict, verify
+from tests.verify.honest_run import Run, honest_run
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from honest_run import (
+
+from shiftbook.checkpoint.sampler import HASH_SORT, expected_draws
+from shiftbook.ledger.events.base import Segment
+from shiftbook.ledger.events.lease import LeaseGranted
+from shiftbook.ledger.events.reallocation import ReallocationPoisoned
+from shiftbook.ledger.topology import Topology
+from shiftbook.verify.verdict import Verdict
+from tests.verify.honest_run import (
     DATASET,
     JOB,
     MOVED,
@@ -26,12 +33,6 @@ from honest_run import (
     parts,
     policy,
 )
-from shiftbook.checkpoint.sampler import HASH_SORT, expected_draws
-from shiftbook.ledger.events.base import Segment
-from shiftbook.ledger.events.lease import LeaseGranted
-from shiftbook.ledger.events.reallocation import ReallocationPoisoned
-from shiftbook.ledger.topology import Topology
-from shiftbook.verify.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -295,6 +296,12 @@ def _sample_twice_in_a_batch(run: Run) -> int:
 @case("I10", "consumed 1 time", "000000/0: closed before", "I12b", "I10b", "replay", "I5")
 def _old_sample_consumed_again(run: Run) -> int:
     rows(run, "BatchConsumed", 1)["uid"][0] = "000000/0"
+    return run.at("BatchConsumed", 1)
+
+
+@case("I10", "consumed 1 time", "4/0: no uid of the form 000123/5", "I12b", "I10b")
+def _uid_written_otherwise(run: Run) -> int:
+    rows(run, "BatchConsumed", 1)["uid"][0] = "4/0"
     return run.at("BatchConsumed", 1)
 
 

@@ -12,20 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from honest_run import (
-    DEVICES,
-    JOB,
-    MOVED,
-    PLACES,
-    Maker,
-    Run,
-    h128,
-    honest_run,
-    make_plan,
-    parts,
-    policy,
-)
 from pydantic import ConfigDict
+
 from shiftbook.ledger.events.base import REGISTRY, Event
 from shiftbook.ledger.events.job import PlanAmended
 from shiftbook.ledger.events.lease import LeaseGranted, LeaseReleased
@@ -34,6 +22,20 @@ from shiftbook.ledger.events.safety import SafeModeEntered, SafeModeLeft
 from shiftbook.ledger.topology import Topology
 from shiftbook.verify.invariants import INVARIANTS
 from shiftbook.verify.verdict import Verdict, verify
+from tests.verify.honest_run import (
+    DEVICES,
+    JOB,
+    MOVED,
+    PLACES,
+    Maker,
+    Run,
+    h128,
+    h256,
+    honest_run,
+    make_plan,
+    parts,
+    policy,
+)
 
 Judge = Callable[[Run], Verdict]
 
@@ -93,7 +95,7 @@ class Novelty(Event):
 
 
 def test_unknown_events_are_kept_and_do_not_break(run: Run, judge: Judge) -> None:
-    from honest_run import Entry
+    from tests.verify.honest_run import Entry
 
     for at in (60, 30, 8):
         run.entries.insert(at, Entry(Novelty()))
@@ -119,7 +121,7 @@ def shift_epochs(run: Run) -> None:
 
 
 def test_two_jobs_one_after_the_other_on_the_same_devices(judge: Judge) -> None:
-    from honest_run import Entry
+    from tests.verify.honest_run import Entry
 
     run = honest_run()
     run.entries.append(Entry(LeaseGranted(devices=DEVICES, holder="b1"), job="other"))
@@ -189,6 +191,36 @@ def test_a_loop_that_restores_its_first_bundle_and_repairs_a_lost_engine(judge: 
     assert told(verdict) == []
     assert verdict.coverage.row("I1").status == "checked"
     assert verdict.coverage.row("I17b").status == "checked"
+
+
+def test_prompts_may_be_drawn_again_after_a_restore_inside_an_attempt(judge: Judge) -> None:
+    def body(maker: Maker) -> None:
+        maker.iteration(0)
+        maker.draw(1)
+        maker.generate(1)
+        maker.consume(1)
+        maker.restore(1)
+        maker.first_use("trainer", "trainer-n.3", "restore", parts(1))
+        maker.iteration(1)
+
+    verdict = judge(one_attempt(make_plan(), body))
+    assert told(verdict) == []
+    assert verdict.coverage.row("replay").status == "checked"
+
+
+def test_a_bundle_from_elsewhere_is_not_called_checked(judge: Judge) -> None:
+    maker = Maker(make_plan())
+    maker.open()
+    maker.bundle, maker.version, maker.cursor = h256("elsewhere"), 7, 28
+    maker.start("a1", 7, PLACES)
+    maker.iteration(7)
+    maker.close()
+    verdict = judge(maker.run)
+    assert told(verdict) == []
+    assert verdict.exit_code == 2
+    assert verdict.coverage.row("I1").status == "partly"
+    assert verdict.coverage.row("I1").reason == "the restored bundle was not saved in this ledger"
+    assert any("requires I1," in reason for reason in verdict.could_not)
 
 
 def test_stale_samples_within_the_bound_are_legal(judge: Judge) -> None:
@@ -320,7 +352,7 @@ def test_replays_in_distribution_only_may_differ(run: Run, tmp_path: Path) -> No
 
 
 def test_safe_mode_and_amendments_are_legal(run: Run, judge: Judge) -> None:
-    from honest_run import Entry
+    from tests.verify.honest_run import Entry
 
     at = run.at("IterationCompleted", 0) + 1
     topology = Topology.of(MOVED)

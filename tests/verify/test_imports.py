@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from honest_run import Run
+from tests.verify.honest_run import Run
 
 PROGRAM = """
 import importlib, pkgutil, sys

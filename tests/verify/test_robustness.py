@@ -12,15 +12,16 @@ import random
 from typing import Any
 
 import pytest
-from honest_run import PLACES, Entry, Maker, Run, copied, honest_run, make_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from shiftbook.ledger.digests import consumed_digest, generated_digest, rewarded_digest
 from shiftbook.ledger.envelope import Draft, StoredEvent, seal, unseal
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Segment
 from shiftbook.verify.evidence import Rows, check_rows
 from shiftbook.verify.judge import Judge
+from tests.verify.honest_run import PLACES, Entry, Maker, Run, copied, honest_run, make_plan
 
 EXTREMES: dict[type, list[Any]] = {
     int: [0, 1, -1, 2**63 - 1, 2**64 - 1],

@@ -68,8 +68,8 @@ class ExactlyOnce(Invariant):
         if sample is None:
             ordinal = _ordinal(uid)
             cursor = step.track.cursor
-            if ordinal is None:
-                return "no uid of the form draw/member", None
+            if ordinal is None or uid.partition("/")[0] != f"{ordinal:06d}":
+                return "no uid of the form 000123/5 (draw ordinal/member)", None
             if cursor is not None and ordinal >= cursor:
                 return "never drawn", None
             run = step.track.find_closed(ordinal)

@@ -169,7 +169,7 @@ class AdvantageRecomputes(_OverRows):
             faults += self._whole(step, group, [uid for uid, _, _ in members])
             rewards = [reward for _, reward, _ in members]
             mean = sum(rewards) / len(rewards)
-            deviation = math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
+            deviation = math.sqrt(sum((r - mean) * (r - mean) for r in rewards) / len(rewards))
             for uid, reward, advantage in members:
                 expected = (reward - mean) / (deviation + floor)
                 if not abs(expected - advantage) <= tolerance:

@@ -83,8 +83,8 @@ class Replay(Invariant):
                 step.at,
                 expected=f"iteration {iteration}: {what} {short(first)} again",
                 found=short(value),
-                cause="the iteration depends on more than its declared state: RNG, order, leftovers",
-                action="Run `shiftbook replay` from the bundle; it names the first difference.",
+                cause="the iteration depends on more than its declared state: RNG or leftovers",
+                action="Compare the rows of both records; restore whatever they depend on.",
                 others=(position, step.track.attempt_position),
             )
 

@@ -1,0 +1,279 @@
+"""The demonstration: the same job under several schedules, verified and compared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from shiftbook.jobs.chaos import Chaos
+from shiftbook.jobs.config import JobConfig, Schedule
+from shiftbook.jobs.runner import Cluster, Place, RunningJob
+from shiftbook.ledger.errors import InvalidInput
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.mirror import Mirror
+from shiftbook.ledger.report import write_report
+from shiftbook.ledger.state import JobState
+from shiftbook.verify.verdict import Verdict, verify
+
+SCHEDULES: tuple[Schedule, ...] = ("dynamic", "static", "timeshared")
+ITERATION_LIMIT_S = 90.0
+START_LIMIT_S = 120.0
+WARM_UP = 1
+"""Iterations at the start that the comparison of times leaves out."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass
+class Run:
+    """One schedule's run, as the ledger has it."""
+
+    schedule: str
+    job: str
+    walls_s: list[float]
+    rewards: list[float]
+    fingerprint: str
+    samples: int
+    device_s: float
+    how: str
+    """``run`` in this session, or ``read`` where it stood in the ledger."""
+
+    @property
+    def wall_s(self) -> float:
+        """Median wall time of an iteration, the warm-up left out."""
+        steady = self.walls_s[WARM_UP:] or self.walls_s
+        return median(steady) if steady else 0.0
+
+
+@dataclass
+class Outcome:
+    """Everything that the demo shows and decides on."""
+
+    runs: dict[str, Run]
+    verdict: Verdict
+    moves: dict[str, Any]
+    wanted: tuple[str, ...]
+    faults: list[str] = field(default_factory=list)
+
+    def failures(self) -> list[str]:
+        """What was promised and does not hold; empty where all is well."""
+        found = []
+        if self.verdict.exit_code != 0:
+            found.append(f"the verdict is: {self.verdict.word}")
+        prints = {run.fingerprint for run in self.runs.values()}
+        if len(prints) > 1:
+            found.append("the schedules end with different policies")
+        counts = {run.schedule: run.samples for run in self.runs.values()}
+        if len(set(counts.values())) > 1:
+            found.append(f"samples were lost: {counts}")
+        if "dynamic" in self.runs:
+            for strategy in ("pause", "reshard"):
+                if not self.moves["committed_with_bytes"].get(strategy):
+                    found.append(f"no {strategy} with moved bytes was committed")
+        return found
+
+
+def run_demo(
+    out: Path,
+    *,
+    iterations: int,
+    schedules: Sequence[str],
+    seed: int,
+    slots: int,
+    chaos: int | None,
+    tell: Tell,
+    seen: Callable[[str, dict[str, Any]], None],
+) -> Outcome:
+    """Run what is not in the folder's ledger yet, verify everything, and write the report.
+
+    A folder whose run was cut short is taken up again: each job continues from its last bundle.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if cores < 2 or slots < 2:
+        raise InvalidInput(
+            f"expected at least 2 slots and 2 cores to move devices between components, found "
+            f"{slots} slots and {cores} cores; run it on a larger machine"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InvalidInput(
+            f"expected a folder that can be written at {out}, found: {error.strerror}; "
+            "name another one with --out"
+        ) from error
+    place = Place(out)
+    faults: list[str] = []
+    how: dict[str, str] = {}
+    with Cluster(place, slots) as cluster:
+        tell(f"Ray head up, slots {' '.join(cluster.devices)}; starting the workers")
+        cluster.warm()
+        for schedule in schedules:
+            config = _config(place, schedule, iterations, seed)
+            if _closed(place, config.job):
+                how[schedule] = "read"
+                continue
+            how[schedule] = "run"
+            tell(f"{schedule}: {iterations} iterations")
+            job = RunningJob(config, cluster.devices)
+            limit_s = START_LIMIT_S + ITERATION_LIMIT_S * iterations
+            trouble = Chaos(job, chaos, cluster.devices) if chaos is not None else None
+            try:
+                if trouble is not None and schedule == "dynamic":
+                    trouble.start()
+                job.wait(limit_s, lambda status, name=schedule: seen(name, status))  # type: ignore[misc]
+            finally:
+                if trouble is not None:
+                    faults += trouble.stop()
+                job.end()
+    tell("verifying")
+    verdict = verify(place.ledger_url)
+    with Ledger.open(place.ledger_url, create=False, read_only=True) as ledger:
+        runs = {name: read_run(ledger, f"demo-{name}", name, how[name]) for name in schedules}
+        moves = read_moves(ledger)
+        write_report(ledger, out / "report.html", verdict=verdict.plain())
+    return Outcome(runs, verdict, moves, tuple(schedules), faults)
+
+
+def _config(place: Place, schedule: str, iterations: int, seed: int) -> JobConfig:
+    return place.config(f"demo-{schedule}", iterations=iterations, seed=seed, schedule=schedule)
+
+
+def _closed(place: Place, job: str) -> bool:
+    with Ledger.open(place.ledger_url, create=False, read_only=True) as ledger:
+        return ledger.state().job(job).status == "closed"
+
+
+def read_run(ledger: Ledger, job: str, schedule: str, how: str) -> Run:
+    """A finished run, from its events."""
+    state: JobState = ledger.state().job(job)
+    events = [stored.parsed() for stored in ledger.read(job=job, types={"IterationCompleted"})]
+    # After a crash an iteration may have been recorded by the attempt that did not go on.
+    last = {event.iteration: event for event in events}  # type: ignore[attr-defined]
+    done = [last[number] for number in sorted(last)]
+    return Run(
+        schedule=schedule,
+        job=job,
+        walls_s=[e.wall_s for e in done],  # type: ignore[attr-defined]
+        rewards=[e.reward_mean for e in done],  # type: ignore[attr-defined]
+        fingerprint=state.policy_fingerprint or "",
+        samples=sum(e.samples_verified for e in done),  # type: ignore[attr-defined]
+        device_s=sum(e.device_s for e in done),  # type: ignore[attr-defined]
+        how=how,
+    )
+
+
+def read_moves(ledger: Ledger) -> dict[str, Any]:
+    """Counts, bytes, stall and gains of the moves, from the mirror."""
+    with Mirror.open(ledger, in_memory=True) as mirror:
+        rows = mirror.rows(
+            "select status, strategy, moved_bytes, stall_s, predicted_gain_s - predicted_cost_s "
+            "as net_gain_s, realised_gain_s from reallocations"
+        )
+        syncs = mirror.rows(
+            "select count(*) as syncs, coalesce(sum(moved_bytes), 0) as bytes, "
+            "coalesce(sum(stall_s), 0) as stall_s from weight_syncs"
+        )[0]
+    committed = [row for row in rows if row["status"] == "committed"]
+    with_bytes: dict[str, int] = {}
+    for row in committed:
+        if (row["moved_bytes"] or 0) > 0:
+            with_bytes[row["strategy"]] = with_bytes.get(row["strategy"], 0) + 1
+    return {
+        "proposed": len(rows),
+        "committed": len(committed),
+        "rejected": sum(row["status"] == "rejected" for row in rows),
+        "abandoned": sum(row["status"] == "abandoned" for row in rows),
+        "rolled_back": sum(row["status"] == "rolled_back" for row in rows),
+        "poisoned": sum(row["status"] == "poisoned" for row in rows),
+        "committed_with_bytes": with_bytes,
+        "moved_bytes": sum(row["moved_bytes"] or 0 for row in committed),
+        "stall_s": sum(row["stall_s"] or 0.0 for row in committed),
+        "predicted_gain_s": sum(row["net_gain_s"] or 0.0 for row in committed),
+        "realised_gain_s": sum(row["realised_gain_s"] or 0.0 for row in committed),
+        "sync_bytes": syncs["bytes"],
+        "sync_stall_s": syncs["stall_s"],
+        "syncs": syncs["syncs"],
+    }
+
+
+def paired_gain_s(dynamic: Run, other: Run) -> float | None:
+    """Mean seconds by which an iteration of the dynamic schedule was shorter than the same
+    iteration of another, warm-up left out. The samples are the same, so the pairs are true."""
+    pairs = list(zip(dynamic.walls_s, other.walls_s, strict=False))[WARM_UP:]
+    return mean(b - a for a, b in pairs) if pairs else None
+
+
+def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
+    """The table, a fact a row."""
+    runs, moves = outcome.runs, outcome.moves
+    names = {
+        "dynamic": "dynamic: moved through the ledger",
+        "static": "best static split",
+        "timeshared": "time-shared phases",
+    }
+    rows: list[dict[str, Any]] = []
+
+    def add(what: str, value: str) -> None:
+        rows.append({"what": what, "value": value})
+
+    for name, run in runs.items():
+        per_device = run.samples / run.device_s if run.device_s else 0.0
+        add(
+            f"iteration, {names[name]}",
+            f"{run.wall_s:.2f} s (median, {run.how}); {per_device:.1f} verified samples/device-s",
+        )
+    dynamic = runs.get("dynamic")
+    if dynamic is not None:
+        for other in ("static", "timeshared"):
+            if other in runs and dynamic.wall_s:
+                gain_s = paired_gain_s(dynamic, runs[other])
+                paired = "" if gain_s is None else f"; true paired gain {gain_s:+.2f} s/iteration"
+                add(
+                    f"speed-up over {names[other]}",
+                    f"{runs[other].wall_s / dynamic.wall_s:.2f} x{paired}",
+                )
+        add(
+            "moves",
+            f"{moves['proposed']} proposed, {moves['committed']} committed, "
+            f"{moves['rejected']} rejected, {moves['abandoned']} abandoned, "
+            f"{moves['rolled_back']} rolled back",
+        )
+        add(
+            "moved",
+            f"{moves['moved_bytes'] / 1e6:.1f} MB by moves, "
+            f"{moves['sync_bytes'] / 1e6:.1f} MB by {moves['syncs']} weight syncs",
+        )
+        add("stall", f"{moves['stall_s']:.2f} s in moves, {moves['sync_stall_s']:.2f} s in syncs")
+        add(
+            "gain of moves",
+            f"predicted {moves['predicted_gain_s']:+.2f} s, "
+            f"realised {moves['realised_gain_s']:+.2f} s against the model's counterfactual",
+        )
+    for name, run in runs.items():
+        if run.rewards:
+            add(f"reward, {name}", f"{run.rewards[0]:.3f} first, {run.rewards[-1]:.3f} last")
+    prints = {run.fingerprint for run in runs.values()}
+    add(
+        "policy",
+        f"{next(iter(prints))}, the same in every schedule"
+        if len(prints) == 1
+        else ", ".join(f"{run.schedule} {run.fingerprint[:12]}" for run in runs.values()),
+    )
+    if outcome.faults:
+        add("faults injected", "; ".join(outcome.faults))
+    coverage = outcome.verdict.coverage.rows
+    checked = sum(row.status == "checked" for row in coverage)
+    required = sum(row.required for row in coverage)
+    add(
+        "verdict",
+        f"{outcome.verdict.word}: {len(outcome.verdict.findings)} findings, {checked} invariants "
+        f"checked, {required} required, {len(coverage) - checked} without data",
+    )
+    return rows

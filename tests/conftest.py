@@ -1,0 +1,42 @@
+"""Order of the tests and their budget: fast ones first, so that a limit leaves out the slowest.
+
+With ``SHIFTBOOK_TEST_BUDGET_S`` set, a test marked ``slow`` or ``ray`` that would start later than
+that many seconds after the session began is skipped, and the summary says so. Without it all run.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+ORDER: tuple[frozenset[str], ...] = (
+    frozenset(),
+    frozenset({"ray"}),
+    frozenset({"slow"}),
+    frozenset({"slow", "ray"}),
+)
+"""Marks of a test by the time it is run; left out from the end."""
+
+BUDGET = "SHIFTBOOK_TEST_BUDGET_S"
+BEGAN_S = time.monotonic()
+
+
+def place(item: pytest.Item) -> int:
+    """Place of a test in ORDER."""
+    return ORDER.index(frozenset(mark for mark in ("slow", "ray") if item.get_closest_marker(mark)))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort by ORDER; within one place the order stays, so fixtures of a module are made once."""
+    items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave a test out once the budget is used up; fast ones are never left out."""
+    budget_s = os.environ.get(BUDGET)
+    if budget_s and place(item) and time.monotonic() - BEGAN_S > float(budget_s):
+        pytest.skip(f"left out: {BUDGET}={budget_s} is used up")
