@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from shiftbook.ledger.dialect import sync_path
 from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment

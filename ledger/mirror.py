@@ -115,8 +115,12 @@ class Mirror:
         if path is None or os.fspath(path) in _open_here or not os.access(path.parent, os.W_OK):
             return cls._in_memory(ledger)
         with _locked(path):
-            _refresh_file(path, ledger)
-            connection = duckdb.connect(path, read_only=True, config=dict(NO_PYTHON))
+            try:
+                _refresh_file(path, ledger)
+                connection = duckdb.connect(path, read_only=True, config=dict(NO_PYTHON))
+            except (OSError, duckdb.IOException):
+                # No room, or a file that is somebody else's: it is only a copy.
+                return cls._in_memory(ledger)
         _open_here.add(os.fspath(path))
         return cls._finish(connection, path)
 
@@ -209,7 +213,13 @@ def _refresh(connection: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:
     if after + 1 < size:
         for batch in event_batches(ledger, after, size - 1):
             connection.execute("BEGIN")
-            _take_in(connection, batch)
+            try:
+                _take_in(connection, batch)
+            except (duckdb.InvalidInputException, duckdb.ConversionException) as error:
+                raise NotALedger(
+                    f"expected events in JSON in {ledger.url}, found one that is not "
+                    f"({str(error).splitlines()[0]}); `shiftbook verify` says which"
+                ) from error
             last = _one(connection, "SELECT max(position) FROM fresh")
             leaf = ledger.event(last).leaf.hex()
             connection.execute("DELETE FROM mirror_state")
@@ -271,7 +281,7 @@ def event_batches(ledger: Ledger, after: int, until: int) -> Iterator[pa.Table]:
             batch = _columnar(path, start, stop)
         else:
             data = [row.data for row in ledger.rows(start, until=stop)]
-            batch = pa.table({"data": pa.array(data, pa.binary()).cast(pa.string())})
+            batch = pa.table({"data": _texts(data)})
         if batch.num_rows != stop - start:
             raise NotALedger(
                 f"expected {stop - start} events after position {start}, found {batch.num_rows}; "
@@ -279,6 +289,16 @@ def event_batches(ledger: Ledger, after: int, until: int) -> Iterator[pa.Table]:
             )
         yield batch
         start = stop
+
+
+def _texts(data: list[bytes]) -> pa.Array:
+    try:
+        return pa.array(data, pa.binary()).cast(pa.string())
+    except pa.ArrowInvalid as error:
+        raise NotALedger(
+            f"expected events in UTF-8, found one that is not ({error}); "
+            "`shiftbook verify` says which"
+        ) from error
 
 
 def _columnar(path: Path, after: int, until: int) -> pa.Table:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from shiftbook.ledger.errors import InvalidInput
 
 Mode = Literal["observe", "advise", "act"]

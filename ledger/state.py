@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import ValidationError
+
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events import job as job_events

@@ -51,31 +51,26 @@ class _Connections:
         reader, self.reader = self.reader, None
         writer, self.writer = self.writer, None
         if os.getpid() != self.pid:
+            _abandon(reader, writer)
+            return
+        try:
+            # Closing the writer may checkpoint, which must not meet another writer.
+            if writer is not None:
+                dialect.lock()
             for connection in (reader, writer):
                 if connection is not None:
-                    abandon(connection)
-            return
-        if reader is not None:
-            _end(dialect, reader)
-        if writer is None:
-            return
-        try:
-            dialect.lock()
+                    dialect.check_log(connection)
+                    connection.close()
         except LedgerError:
-            # Without the lock, a close that checkpoints could meet another writer.
-            abandon(writer)
-            return
-        try:
-            _end(dialect, writer)
+            _abandon(reader, writer)
         finally:
-            dialect.unlock()
+            dialect.close()
 
 
-def _end(dialect: Dialect, connection: Connection) -> None:
-    if dialect.current(connection):
-        connection.close()
-    else:
-        abandon(connection)
+def _abandon(*connections: Connection | None) -> None:
+    for connection in connections:
+        if connection is not None:
+            abandon(connection)
 
 
 class Store:
@@ -106,21 +101,28 @@ class Store:
         self._reads: dict[tuple[bool, int, bool, bool], Statement] = {}
         self._read_lock = threading.Lock()
         self._closed = False
-        if not dialect.exists():
-            if read_only or not create:
+        try:
+            self._connect(create)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- opening and closing ---------------------------------------------------------------
+
+    def _connect(self, create: bool) -> None:
+        if not self.dialect.exists():
+            if self.read_only or not create:
                 raise LedgerUnreachable(
-                    f"expected a ledger at {dialect.url}, found nothing; check the path"
+                    f"expected a ledger at {self.dialect.url}, found nothing; check the path"
                 )
-            dialect.create(self._build)
+            self.dialect.create(self._build)
         self._open_reader()
-        if not read_only:
-            dialect.lock()
+        if not self.read_only:
+            self.dialect.lock()
             try:
                 self._open_writer()
             finally:
-                dialect.unlock()
-
-    # -- opening and closing ---------------------------------------------------------------
+                self.dialect.unlock()
 
     def _build(self, connection: Connection) -> None:
         for text in Statements.create(self.dialect):
@@ -215,11 +217,8 @@ class Store:
             )
         self.dialect.lock()
         try:
-            connection = self._open.writer
-            if connection is not None and not self.dialect.current(connection):
-                abandon(connection)
-                connection = None
-            connection = connection or self._open_writer()
+            connection = self._open.writer or self._open_writer()
+            self.dialect.check_log(connection)
             return self._transact(connection, work)
         finally:
             self.dialect.unlock()
@@ -298,10 +297,10 @@ class Store:
                     "expected a ledger opened by this process, found one inherited by a fork; "
                     "open it again after the fork"
                 )
+            self.dialect.check_log(self._open.reader)
             try:
-                return list(
-                    self._open.reader.execute(statement.text, statement.bind(**values)).fetchall()
-                )
+                found = self._open.reader.execute(statement.text, statement.bind(**values))
+                return list(found.fetchall())
             except self.dialect.errors as error:
                 raise self.dialect.explain(error) from error
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shiftbook.ledger.dialect import Connection, Dialect
-from shiftbook.ledger.envelope import StoredEvent, unseal
-from shiftbook.ledger.errors import InvalidEvent
 from sqlalchemy import (
     BigInteger,
     BindParameter,
@@ -27,6 +24,10 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateIndex, CreateTable
 from sqlalchemy.sql import ClauseElement
+
+from shiftbook.ledger.dialect import Connection, Dialect
+from shiftbook.ledger.envelope import StoredEvent, unseal
+from shiftbook.ledger.errors import InvalidEvent
 
 STORAGE_SCHEMA = 1
 """Version of the tables below; a ledger with a higher one is refused."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shiftbook.scheduler.allocation import allocate, margins_of_time
 
 Counts = NDArray[np.int64]

@@ -34,15 +34,7 @@ START_LIMIT_S = 60.0
 OBJECT_STORE_BYTES = 256 * 2**20
 
 # One thread everywhere: two threads add in another order than one, and the bits differ.
-ONE_THREAD = {
-    name: "1"
-    for name in (
-        "OMP_NUM_THREADS",
-        "MKL_NUM_THREADS",
-        "OPENBLAS_NUM_THREADS",
-        "NUMEXPR_NUM_THREADS",
-    )
-}
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True)
@@ -221,7 +213,7 @@ def stop_head(cluster: ClusterFile, *, limit_s: float = 10.0) -> None:
         ray = import_ray()
         if ray.is_initialized():
             ray.shutdown()
-    pids = list(_processes(cluster))
+    pids = list(processes(cluster))
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -242,7 +234,7 @@ def _alive(pid: int) -> bool:
     return state.rsplit(")", 1)[-1].split()[0] != "Z"
 
 
-def _processes(cluster: ClusterFile) -> Iterator[int]:
+def processes(cluster: ClusterFile) -> Iterator[int]:
     """Processes whose environment or command line names this cluster's folder."""
     needle = cluster.temp_dir.encode()
     for entry in Path("/proc").iterdir():

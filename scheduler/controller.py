@@ -7,6 +7,7 @@ anything else it ends what the process before left open.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
@@ -44,7 +45,7 @@ class Controller:
         self._stop = threading.Event()
         self._paused = threading.Event()
         self._error: str | None = None
-        self._die_at: str | None = None
+        self._kill_at: dict[str, int] = {}
         self._decisions = 0
         self._busy_s = 0.0
         self._finished = False
@@ -70,7 +71,11 @@ class Controller:
 
     def die_at(self, boundary: str) -> None:
         """For fault tests: end this process with SIGKILL when a move passes a boundary."""
-        self._die_at = boundary
+        self._kill_at[boundary] = os.getpid()
+
+    def kill_at(self, boundary: str, pid: int) -> None:
+        """For fault tests: end another process with SIGKILL when a move passes a boundary."""
+        self._kill_at[boundary] = pid
 
     def _guarded(self) -> None:
         while not self._stop.is_set():
@@ -173,8 +178,9 @@ class Controller:
             policy.moved(report, telemetry)
 
     def _boundary(self, name: str) -> None:
-        if self._die_at == name:
-            os.kill(os.getpid(), 9)
+        victim = self._kill_at.pop(name, None)
+        if victim is not None:
+            os.kill(victim, signal.SIGKILL)
 
 
 def _asked_by_operator(job: JobState) -> OperationState | None:

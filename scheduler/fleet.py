@@ -85,6 +85,14 @@ class Fleet:
     def _start(self) -> None:
         """Start the processes that do not run yet, in one placement group for each node."""
         ray = import_ray()
+        missing = []
+        for host in self.hosts.values():
+            try:
+                self.handle(host.replica)
+            except WorkerLost:
+                missing.append(host)
+        if not missing:
+            return
         from ray.util.placement_group import get_placement_group, placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shiftbook.scheduler.errors import PlanningError
 
 Array = NDArray[np.float64]
 
 _TINY = 1e-9
-
-HEADROOM = 0.6
-"""Share of its lanes up to which a source serves turns without making them wait: turns come back
-from tools at random, so full lanes on average mean a queue half of the time."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,8 @@ class Station:
     fixed_share: Array
     """(D,), share of the work that belongs to one replica each, 0 to 1: a trainer's ranks own
     their groups, while any replica may take a group of another follower."""
-    unit_s: Array
-    """(D,), seconds of one group on one replica: no number of replicas makes it shorter."""
+    units: Array | float
+    """Groups left: no more replicas than that can work at once."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ def source_time(turns: Array, episodes: float, replicas: Array, lanes: int, draw
     """
     if episodes <= 0:
         return np.zeros(np.broadcast_shapes(np.shape(turns), np.shape(replicas)))
-    reach = HEADROOM * lanes / draws.lane_share
+    reach = lanes / draws.lane_share
     per_episode = np.minimum(turns / episodes, draws.turns_in_tail)
 
     def on(count: Array) -> Array:
@@ -218,7 +215,7 @@ def makespan(
     if possible and follow.pause_s is not None:
         assert follow.paused is not None
         assert follow.paused_free is not None
-        fits = follow.paused * (HEADROOM * progress.lanes / draws.lane_share)
+        fits = follow.paused * (progress.lanes / draws.lane_share)
         begins = np.maximum(source_end - tail_time(fits, source, draws), 0.0)
         share = 1.0 - follow.paused / np.maximum(source, _TINY)
         stops = begins + tail_time(fits, follow.paused, draws) + follow.pause_s * share
@@ -241,7 +238,7 @@ def _follow(
     follow: FollowUps,
 ) -> Array:
     """Seconds from the source's end to the end of the iteration."""
-    reach = HEADROOM * progress.lanes / draws.lane_share
+    reach = progress.lanes / draws.lane_share
     # Groups in the tail close during it: half of their work arrives in time on average.
     in_time = 1.0 - 0.5 * np.minimum(1.0, reach / max(progress.outstanding, 1))
     trainer, others = stations
@@ -286,4 +283,4 @@ def _left(
 
 def _shared_out(station: Station, left: Array, replicas: Array | float) -> Array:
     """Seconds for ``left`` replica-seconds on so many replicas; a group is not divided."""
-    return np.asarray(np.maximum(left / replicas, np.minimum(left, station.unit_s)))
+    return np.asarray(left / np.maximum(np.minimum(replicas, station.units), _TINY))

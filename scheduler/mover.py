@@ -80,7 +80,7 @@ class RayMover:
             for replica, status in self._fleet.statuses().items()
             if status is not None
             and status["job"] == self._job
-            and (status["state"] == "quiesced" or status["layout"] and status["state"] == "idle")
+            and (status["state"] == "quiesced" or (status["layout"] and status["state"] == "idle"))
         ]
         if touched:
             self._fleet.each(touched, "undo", grant)

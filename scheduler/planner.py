@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shiftbook.ledger.events.job import ElasticRange
 from shiftbook.ledger.events.observation import WindowObserved
 from shiftbook.ledger.events.reallocation import Candidate, Interval

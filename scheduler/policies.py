@@ -51,7 +51,7 @@ def owed_units(telemetry: dict[str, Any]) -> dict[str, int]:
 class RandomMoves:
     """Draws lawful topologies by seed, to try that no move changes the training."""
 
-    def __init__(self, opened: JobOpened, seed: int, *, every_s: tuple[float, float] = (0.2, 0.8)):
+    def __init__(self, opened: JobOpened, seed: int, *, every_s: tuple[float, float] = (0.05, 0.3)):
         self._opened = opened
         self._random = random.Random(seed)
         self._every_s = every_s

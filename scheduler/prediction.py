@@ -21,7 +21,6 @@ class Priors:
     shrink_s: float = 0.03
     grow_s: float = 0.05
     reshard_s: float = 0.10
-    combined_s: float = 0.12
     spread: float = 0.5
     """Relative standard deviation of every prior."""
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from shiftbook.ledger.fencing import lock_path
 from shiftbook.scheduler.errors import SlotBusy
 
-
 ENTER_LIMIT_S = 2.0
 ENTER_PAUSE_S = 0.001
 

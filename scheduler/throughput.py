@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from shiftbook.ledger.events.observation import ComponentWindow, WindowObserved
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.errors import PlanningError, TelemetryError
@@ -156,11 +157,17 @@ class ThroughputModel:
     def move_cost(self, kind: str) -> Estimate:
         """Duration of a kind of move in seconds."""
         known = self.move_s.get(kind)
-        if known is None:
-            p = self.priors
-            by_ending = {"shrink": p.shrink_s, "grow": p.grow_s, COMBINED: p.combined_s}
+        if known is not None and (known.observed or kind != COMBINED):
+            return known
+        p, roles = self.priors, self.roles
+        if kind == COMBINED:
+            # Never tried: no dearer than its parts one after the other.
+            parts = (f"{roles.trainer}-reshard", f"{roles.source}-grow")
+            mean = sum(self.move_cost(part).mean for part in parts)
+        else:
+            by_ending = {"shrink": p.shrink_s, "grow": p.grow_s}
             mean = by_ending.get(kind.rsplit("-", 1)[-1], p.reshard_s)
-            known = self.move_s[kind] = self._prior(mean, 0.8)
+        known = self.move_s[kind] = self._prior(mean, 0.8)
         return known
 
     def _follower(self, name: str) -> Estimate:
@@ -211,7 +218,7 @@ class ThroughputModel:
         self, names: Sequence[str], progress: Progress, replicas: Array, free: Array, count: int
     ) -> Station:
         """Followers that share devices, with the work that they have left."""
-        work, ready, fixed, unit = np.zeros((4, count))
+        work, ready, fixed = np.zeros((3, count))
         for name in names:
             # One column per component's name, the same in every process.
             column = 6 + sum(name.encode()) % 5
@@ -220,9 +227,10 @@ class ThroughputModel:
             work = work + owed
             if name == self.roles.trainer:
                 fixed = fixed + owed
-            unit = unit + per_unit
             ready = ready + progress.ready(name) * per_unit
-        return Station(replicas, free, work, ready, fixed / np.maximum(work, 1e-12), unit)
+        units = float(max((progress.left.get(name, 0) for name in names), default=0))
+        share = fixed / np.maximum(work, 1e-12)
+        return Station(replicas, free, work, ready, share, max(units, 1.0))
 
     def _others(self, placements: Placements, progress: Progress, count: int) -> Station | None:
         """All followers with devices of their own, along a leading axis."""
@@ -238,7 +246,7 @@ class ThroughputModel:
             work_s=np.stack([s.work_s for s in single])[:, None],
             ready_s=np.stack([s.ready_s for s in single])[:, None],
             fixed_share=np.zeros((len(single), 1, 1)),
-            unit_s=np.stack([s.unit_s for s in single])[:, None],
+            units=np.array([s.units for s in single])[:, None, None],
         )
 
     # What it predicts

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Union
 from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints
 from pydantic.fields import FieldInfo
+
 from shiftbook.ledger.events.base import REGISTRY, Event, UnknownEvent
 
 LARGEST_INT = 2**64 - 1

@@ -69,7 +69,7 @@ class RawEvents:
             dialect = open_dialect(url, lock_timeout_s=5.0)
             exists = dialect.exists()
         except LedgerError as error:
-            raise UnreadableStore(str(error)) from error
+            raise UnreadableStore(_one_line(error)) from error
         if not exists or dialect.path is None:
             raise UnreadableStore(
                 f"expected a ledger at {dialect.url}, found nothing; check the path"
@@ -88,7 +88,7 @@ class RawEvents:
                 f"({_one_line(error)}); check the path, or restore it from a copy"
             ) from error
         except LedgerError as error:
-            raise UnreadableStore(str(error)) from error
+            raise UnreadableStore(_one_line(error)) from error
         self._refuse_newer()
         lacking = sorted({*COLUMNS, "data", "leaf"} - names)
         if lacking:
@@ -174,4 +174,4 @@ def _row(values: tuple[Any, ...]) -> RawRow:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join(str(error).split())[:400]

@@ -20,7 +20,7 @@ SELECT
     job,
     operation,
     ordinal,
-    topology_text(candidate -> '$.after'),
+    placement_text(placed),
     candidate ->> '$.strategy',
     number_at(candidate, '$.predicted_end_s'),
     number_at(candidate, '$.predicted_gain_s'),
@@ -29,13 +29,16 @@ SELECT
     coalesce(flag_at(candidate, '$.chosen'), false),
     candidate ->> '$.rejected_because'
 FROM (
-    SELECT
-        position,
-        job,
-        operation,
-        unnest(TRY_CAST(body -> '$.candidates' AS JSON[])) AS candidate,
-        unnest(range(json_array_length(body -> '$.candidates')::BIGINT)) AS ordinal
-    FROM fresh
-    WHERE type = 'ReallocationProposed'
+    SELECT *, placement(candidate -> '$.after') AS placed
+    FROM (
+        SELECT
+            position,
+            job,
+            operation,
+            unnest(TRY_CAST(body -> '$.candidates' AS JSON[])) AS candidate,
+            unnest(range(json_array_length(body -> '$.candidates')::BIGINT)) AS ordinal
+        FROM fresh
+        WHERE type = 'ReallocationProposed'
+    )
 )
 ORDER BY position, ordinal;

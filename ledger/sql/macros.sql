@@ -27,11 +27,11 @@ CREATE OR REPLACE MACRO placement(topology) AS map_from_entries(
     )
 );
 
--- A topology for people: rollout[n/0 n/1] trainer[n/1].
-CREATE OR REPLACE MACRO topology_text(topology) AS array_to_string(
+-- A placement for people: rollout[n/0 n/1] trainer[n/1].
+CREATE OR REPLACE MACRO placement_text(placed) AS array_to_string(
     list_transform(
-        list_sort(map_keys(placement(topology))),
-        lambda name: name || '[' || array_to_string(placement(topology)[name], ' ') || ']'
+        list_sort(map_entries(placed)),
+        lambda entry: entry.key || '[' || array_to_string(entry.value, ' ') || ']'
     ),
     ' '
 );

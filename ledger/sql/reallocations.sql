@@ -107,10 +107,10 @@ SELECT
     granted_ns,
     closed_ns,
     proposed ->> '$.strategy',
-    topology_text(proposed -> '$.before'),
-    topology_text(proposed -> '$.after'),
-    placement(proposed -> '$.before'),
-    placement(proposed -> '$.after'),
+    placement_text(placed_before),
+    placement_text(placed_after),
+    placed_before,
+    placed_after,
     proposed ->> '$.bottleneck_before',
     proposed ->> '$.bottleneck_after',
     number_at(proposed, '$.predicted_throughput'),
@@ -145,6 +145,12 @@ SELECT
         rejected ->> '$.reason', abandoned ->> '$.reason', rolled_back ->> '$.cause',
         poisoned ->> '$.cause'
     )
-FROM folded
-WHERE proposed IS NOT NULL
+FROM (
+    SELECT
+        *,
+        placement(proposed -> '$.before') AS placed_before,
+        placement(proposed -> '$.after') AS placed_after
+    FROM folded
+    WHERE proposed IS NOT NULL
+)
 ORDER BY position;

@@ -20,7 +20,6 @@ from shiftbook.ledger.fencing import DeviceLock
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
-
 from tests.ledger.gate_cases import (
     BETWEEN,
     FILE_MOVER,

@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Ledger
@@ -190,27 +191,46 @@ def test_what_was_acknowledged_survives_sigkill(tmp_path: Path, seed: int) -> No
         assert ledger.append("job", ExperimentForked(parent="p", reason="on")).first == len(stored)
 
 
-def test_a_log_removed_under_an_open_handle_loses_nothing(tmp_path: Path) -> None:
-    """Another SQLite library in the process drops this one's locks when it closes the file.
+OPENED_TWICE = """
+import subprocess, sys
+from adbc_driver_sqlite import dbapi
+from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.events.job import ExperimentForked
+from shiftbook.ledger.ledger import Ledger
+path = sys.argv[1]
+ledger = Ledger.open(f"sqlite:///{path}")
+ledger.append("job", ExperimentForked(parent="p", reason="before"))
+with dbapi.connect(f"file:{path}?mode=ro") as connection, connection.cursor() as cursor:
+    cursor.execute("SELECT count(*) FROM events")
+    assert cursor.fetchone() == (1,)
+other = (
+    "import sys\\nfrom shiftbook.ledger.events.job import ExperimentForked\\n"
+    "from shiftbook.ledger.ledger import Ledger\\n"
+    "with Ledger.open(sys.argv[1]) as l:\\n"
+    "    l.append('job', ExperimentForked(parent='p', reason='other'))\\n"
+)
+subprocess.run([sys.executable, "-c", other, f"sqlite:///{path}"], check=True)
+for use in (
+    lambda: ledger.append("job", ExperimentForked(parent="p", reason="lost?")),
+    lambda: ledger.head(),
+    lambda: Ledger.open(f"sqlite:///{path}"),
+):
+    try:
+        print("went on", use())
+    except LedgerUnreachable as error:
+        print(str(error).count("another SQLite library in this process"))
+ledger.close()
+"""
 
-    A process that closes last then removes the log. Removing it by hand, after its content was
-    copied, is the same for the handles that are open.
-    """
-    url = f"sqlite:///{tmp_path}/ledger.db"
-    with Ledger.open(url) as ledger, Ledger.open(url, read_only=True) as reader:
-        ledger.append("job", ExperimentForked(parent="p", reason="before"))
-        assert reader.head().size == 1
-        code = "import sys, sqlite3; c = sqlite3.connect(sys.argv[1], isolation_level=None); "
-        code += "c.execute('PRAGMA wal_checkpoint(TRUNCATE)').fetchone()"
-        subprocess.run([sys.executable, "-c", code, str(tmp_path / "ledger.db")], check=True)
-        for suffix in ("-wal", "-shm"):
-            (tmp_path / f"ledger.db{suffix}").unlink()
-        receipt = ledger.append("job", ExperimentForked(parent="p", reason="after"))
-        assert receipt.first == 1
-        assert reader.head().size == 2
-        code = (
-            "import sys\nfrom shiftbook.ledger.ledger import Ledger\n"
-            "with Ledger.open(sys.argv[1]) as l: print(l.head().size)"
-        )
-        out = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True)
-        assert out.stdout.strip() == "2", out.stderr
+
+def test_a_second_sqlite_library_in_the_process_cannot_lose_events(tmp_path: Path) -> None:
+    """It drops our locks, the next process to close removes the log; then we refuse to go on."""
+    path = tmp_path / "ledger.db"
+    done = subprocess.run(
+        [sys.executable, "-c", OPENED_TWICE, str(path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1", "1", "1"], done.stdout
+    with Ledger.open(f"sqlite:///{path}") as ledger:
+        assert [event.body["reason"] for event in ledger.read()] == ["before", "other"]
+        assert ledger.append("job", ExperimentForked(parent="p", reason="on")).first == 2

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.errors import (
     IllegalStep,
     InvalidInput,
@@ -27,7 +28,6 @@ from shiftbook.ledger.reallocation import Move
 from shiftbook.ledger.recovery import recover
 from shiftbook.ledger.state import JobState, OperationState
 from shiftbook.ledger.topology import Topology
-
 from tests.ledger.gate_cases import (
     BETWEEN,
     FILE_MOVER,

@@ -10,9 +10,9 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.errors import DeviceHeld
 from shiftbook.ledger.fencing import DeviceLock, device_is_free, evidence_of_death
-
 from tests.ledger.gate_cases import Process, await_
 
 

@@ -7,6 +7,7 @@ took effect are made by a connection that raises SQLite's own error at COMMIT.
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import resource
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from shiftbook.ledger.errors import (
     AppendInDoubt,
     LedgerError,
@@ -132,7 +134,7 @@ def test_a_locked_ledger_names_the_holder(path: Path) -> None:
     assert ledger.head().size == 200, "reading needs no lock"
     says(LedgerUnreachable, path, f"process {child.pid}", lock_timeout_s=0.1)
     child.kill()
-    child.wait(DEADLINE_S)
+    child.communicate(timeout=DEADLINE_S)
     assert ledger.append("job", fork()).first == 200, "the lock dies with its holder"
     ledger.close()
 
@@ -178,29 +180,29 @@ def test_a_ledger_that_was_moved_away_takes_nothing(path: Path) -> None:
         assert ledger.head().size == 202
 
 
-def as_nobody(code: str, *arguments: object) -> str:
-    """Run code without root's rights; what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-c", f"import os, sys\n{code}", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        user=65534 if os.getuid() == 0 else None,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def _open_without_rights(url: str, results: Any) -> None:
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    for options in ({}, {"read_only": True}):
+        try:
+            with Ledger.open(url, **options) as ledger:
+                results.put(f"opened {sum(1 for _ in ledger.read())}")
+        except LedgerError as error:
+            results.put(f"{type(error).__name__} {error}")
 
 
-OPEN = """
-from shiftbook.ledger.errors import LedgerError
-from shiftbook.ledger.ledger import Ledger
-for options in ({}, {"read_only": True}):
-    try:
-        with Ledger.open(sys.argv[1], **options) as ledger:
-            print("opened", sum(1 for _ in ledger.read()))
-    except LedgerError as error:
-        print(type(error).__name__, error)
-"""
+def open_without_rights(path: Path) -> tuple[str, str]:
+    """Open for writing and for reading, without root's rights; what came of each."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=_open_without_rights, args=(f"sqlite:///{path}", results))
+    with reachable_for_nobody(path):
+        child.start()
+        found = results.get(timeout=DEADLINE_S), results.get(timeout=DEADLINE_S)
+        child.join(DEADLINE_S)
+    return found
 
 
 @contextmanager
@@ -217,20 +219,10 @@ def reachable_for_nobody(folder: Path) -> Iterator[None]:
             p.chmod(mode)
 
 
-def can_import_as_nobody() -> bool:
-    try:
-        as_nobody("import shiftbook.ledger.ledger")
-    except (AssertionError, OSError, subprocess.SubprocessError):
-        return False
-    return True
-
-
 @pytest.mark.parametrize("with_log", [False, True])
 def test_a_read_only_file_in_an_unwritable_folder(
     path: Path, tmp_path: Path, with_log: bool
 ) -> None:
-    if not can_import_as_nobody():
-        pytest.skip("the installed package cannot be read without root's rights")
     if with_log:
         # As a killed writer leaves it: the events stand in the log alone.
         live = Ledger.open(f"sqlite:///{path}")
@@ -242,8 +234,7 @@ def test_a_read_only_file_in_an_unwritable_folder(
     path.chmod(0o444)
     path.parent.chmod(0o555)
     try:
-        with reachable_for_nobody(path):
-            writing, reading = as_nobody(OPEN, f"sqlite:///{path}").splitlines()
+        writing, reading = open_without_rights(path)
     finally:
         path.parent.chmod(0o755)
     assert writing.startswith("LedgerUnreachable")
@@ -252,11 +243,8 @@ def test_a_read_only_file_in_an_unwritable_folder(
 
 
 def test_a_new_ledger_in_an_unwritable_folder(tmp_path: Path) -> None:
-    if not can_import_as_nobody():
-        pytest.skip("the installed package cannot be read without root's rights")
     tmp_path.chmod(0o555)
-    with reachable_for_nobody(tmp_path / "x"):
-        writing, reading = as_nobody(OPEN, f"sqlite:///{tmp_path}/ledger.db").splitlines()
+    writing, reading = open_without_rights(tmp_path / "ledger.db")
     tmp_path.chmod(0o755)
     assert writing.startswith("LedgerUnreachable")
     assert "folder writable" in writing

@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.errors import LedgerUnreachable, StaleGrant
 from shiftbook.ledger.fencing import ALLOWED, FINISHING, STANDING, GrantChecker
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.recovery import recover
-
 from tests.ledger.gate_cases import (
     HALF,
     WIDE,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from shiftbook.ledger.errors import (
     IdempotencyConflict,
     IllegalStep,
@@ -38,7 +39,6 @@ from shiftbook.ledger.plan import TrainingView
 from shiftbook.ledger.rules import RULES, involved_devices
 from shiftbook.ledger.state import JobState, OperationState
 from shiftbook.ledger.topology import Topology
-
 from tests.ledger.gate_cases import (
     FINGERPRINT,
     HALF,
@@ -237,6 +237,7 @@ def test_one_operation_rule_and_its_end(gate: Gate) -> None:
     first = granted(gate)
     with pytest.raises(Rejected, match=r"rule one-operation: move-3 is granted on n/0, n/1"):
         gate.propose("j", proposal())
+    assert job(gate).open_operation == first.operation
     advance(gate, first, "committed")
     assert gate.propose("j", proposal(HALF))
 

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import (
     GateError,
@@ -50,7 +51,6 @@ from shiftbook.ledger.receipt import Decision, Receipt
 from shiftbook.ledger.recovery import recover
 from shiftbook.ledger.state import JobState, LedgerState, OperationState, fold
 from shiftbook.ledger.topology import Topology
-
 from tests.ledger.gate_cases import Clock, gain, opened, proposal, start, step, sync_started
 
 LIMIT_S = 20.0
@@ -386,6 +386,16 @@ class GateMachine(RuleBasedStateMachine):
 
         self.lives_on(name, fuse, act)
 
+    @precondition(lambda self: self.busy())
+    @rule(data=st.data())
+    def second_proposal(self, data: st.DataObject) -> None:
+        """While a move is open, another one is rejected and changes nothing."""
+        name = data.draw(st.sampled_from(self.busy()))
+        running = self.job(name).open_operation
+        with pytest.raises(Rejected):
+            self.operator.propose(name, proposal(placements(name)[1]))
+        assert self.job(name).open_operation == running
+
     @precondition(lambda self: self.idle())
     @rule(data=st.data(), grants=st.booleans())
     def proposes_only(self, data: st.DataObject, grants: bool) -> None:
@@ -674,7 +684,8 @@ class TestGateMachine(GateMachine.TestCase):  # type: ignore[name-defined,misc]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 class TestGateMachineLong(GateMachine.TestCase):  # type: ignore[name-defined,misc]
     """A long run with new examples each time; a failure prints the blob that repeats it."""
 
-    settings = settings(max_examples=600, stateful_step_count=60, **COMMON)
+    settings = settings(max_examples=400, stateful_step_count=60, **COMMON)

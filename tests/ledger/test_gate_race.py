@@ -11,7 +11,6 @@ from pathlib import Path
 
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.state import fold
-
 from tests.ledger.gate_cases import Process
 
 ROUNDS = 1_000

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.errors import AppendInDoubt, LedgerUnreachable, VersionConflict
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import ExperimentForked

@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import IdempotencyConflict, InvalidEvent, LedgerError, VersionConflict
 from shiftbook.ledger.events import life

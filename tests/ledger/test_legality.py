@@ -9,6 +9,7 @@ once more, from the drawing in the design and not from the code.
 from __future__ import annotations
 
 import pytest
+
 from shiftbook.ledger.envelope import Draft, seal
 from shiftbook.ledger.events import job as job_events
 from shiftbook.ledger.events import lease, reallocation, safety, sync, training
@@ -16,7 +17,6 @@ from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.legality import check
 from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.topology import Topology
-
 from tests.ledger.gate_cases import (
     FINGERPRINT,
     HALF,

@@ -6,9 +6,12 @@ mirror that was brought up step by step is compared with one that was made in on
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import random
 import shutil
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 import duckdb
 import pytest
 
+from shiftbook.ledger.errors import NotALedger
 from shiftbook.ledger.events import observation
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import TABLES, Mirror, event_batches, mirror_path, projection
@@ -322,7 +326,7 @@ def test_components_with_quotes_in_their_names(tmp_path: Path) -> None:
     clock = Clock()
     with open_sample(tmp_path / "ledger.db", clock) as ledger:
         part = observation.ComponentWindow(
-            replicas=1, throughput=1.0, queue=5, running=1, waiting=0, busy_share=0.5
+            replicas=1, throughput=float("nan"), queue=5, running=1, waiting=0, busy_share=0.5
         )
         ledger.append(
             "job",
@@ -331,8 +335,9 @@ def test_components_with_quotes_in_their_names(tmp_path: Path) -> None:
             ),
         )
         with Mirror.open(ledger) as mirror:
-            rows = mirror.rows("SELECT component, queue FROM windows")
-    assert rows == [{"component": "a \"b'.$", "queue": 5}]
+            rows = mirror.rows("SELECT component, queue, throughput, kv_use FROM windows")
+    assert math.isnan(rows[0].pop("throughput"))
+    assert rows == [{"component": "a \"b'.$", "queue": 5, "kv_use": None}]
 
 
 def test_leases_end_when_a_later_event_says_so(tmp_path: Path) -> None:
@@ -354,6 +359,20 @@ def test_every_projection_opens_with_a_sentence() -> None:
     for name in TABLES:
         first = projection(name).splitlines()[0]
         assert first.startswith(f"-- {name}: "), name
+
+
+@pytest.mark.parametrize("damage", [b"{not json", b"\xff\xfe", b""])
+def test_damaged_events_are_one_error_that_names_verify(damage: bytes, sample: Ledger) -> None:
+    assert sample.path is not None
+    Mirror.open(sample).close()
+    writer = Writer(sample, Clock(), "demo-static", "static", random.Random(1))
+    position = writer.window(9, 0.1, 1)
+    with contextlib.closing(sqlite3.connect(sample.path)) as connection:
+        connection.execute("DROP TRIGGER events_update")
+        connection.execute("UPDATE events SET data = ? WHERE position = ?", (damage, position))
+        connection.commit()
+    with pytest.raises(NotALedger, match="shiftbook verify"):
+        Mirror.open(sample)
 
 
 def test_an_empty_ledger_has_every_table_empty(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger import mover as mover_module
 from shiftbook.ledger.errors import (
     DeviceHeld,
@@ -32,7 +33,6 @@ from shiftbook.ledger.recovery import (
     restore_or_poison,
 )
 from shiftbook.ledger.topology import Topology
-
 from tests.ledger.gate_cases import (
     FILE_MOVER,
     HALF,

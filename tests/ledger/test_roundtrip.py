@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+
 from shiftbook.ledger.canonical import encode, leaf_hash
 from shiftbook.ledger.envelope import Draft, seal, unseal
 from shiftbook.ledger.errors import InvalidEvent
@@ -21,7 +22,6 @@ from shiftbook.ledger.events import job as job_events
 from shiftbook.ledger.events import life, reallocation, state, training
 from shiftbook.ledger.events.base import REGISTRY, UnknownEvent, parse
 from shiftbook.ledger.ledger import Ledger
-
 from tests.strategies import LARGEST_INT, TEXTS, events, known_types, models
 
 FINGERPRINT = "0f" * 16

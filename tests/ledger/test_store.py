@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger import errors
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.envelope import Draft

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Ledger
 

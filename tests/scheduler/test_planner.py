@@ -87,11 +87,18 @@ class Run:
     model: ThroughputModel
 
 
-def run_job(work, start: Topology, iterations: int, *, seed: int, plan: bool) -> Run:
+KINDS = ("rollout-shrink", "rollout-grow", "trainer-reshard", "combined")
+
+
+def run_job(
+    work, start: Topology, iterations: int, *, seed: int, plan: bool, costs_known: bool = False
+) -> Run:
     """Run the simulated job, a window of 50 ms at a time, with or without the planner."""
     job = simulation.Job(work, start, seed)
     planner = make_planner(2)
     model, learned, ticks = planner.model, 0, 0
+    for kind in KINDS * 4 if costs_known else ():
+        model.observe_move(kind, work.cost_s(kind))
     run = Run(job.walls, job.moves, [], model)
     while job.iteration < iterations:
         job.step()
@@ -116,21 +123,21 @@ def run_job(work, start: Topology, iterations: int, *, seed: int, plan: bool) ->
 
 
 LONG_TAIL = simulation.Workload(
-    tool_median_s=0.05,
+    tool_median_s=0.08,
     infer_s=0.002,
-    train_s=0.04,
+    train_s=0.05,
     pause_s=0.015,
     grow_s=0.02,
     reshard_s=0.025,
     combined_s=0.035,
 )
-"""Moves are cheap, tools make a tail of about 0.6 s, and the trainer's ranks have nearly all of
+"""Moves are cheap, tools make a long tail, and the trainer's ranks have nearly all of
 the work: a rank of its own slot at the tail pays."""
 
 
 def test_three_moves_an_iteration_in_the_right_order():
     """Pause at the tail, reshard to all slots when the rollout is done, go back for the next."""
-    run = run_job(LONG_TAIL, START, 8, seed=1, plan=True)
+    run = run_job(LONG_TAIL, START, 8, seed=2, plan=True, costs_known=True)
     shapes = {
         (2, 1): "start",
         (1, 1): "paused",
@@ -144,9 +151,9 @@ def test_three_moves_an_iteration_in_the_right_order():
         ]
         for number, moves in itertools.groupby(run.moves, key=lambda move: move[0])
     }
-    print(by_iteration)
+    print(f"seed 2: {by_iteration}")
     full = [n for n, moves in by_iteration.items() if moves == ["start", "paused", "resharded"]]
-    assert len(full) >= 2, "no iteration went through all three moves in order"
+    assert len(full) >= 4, "no iteration went through all three moves in order"
     for number, moves in by_iteration.items():
         assert len(moves) <= 3, f"iteration {number} moved {len(moves)} times: {moves}"
         if "paused" in moves and "resharded" in moves:
@@ -309,7 +316,7 @@ def test_whoever_owes_or_expects_work_keeps_a_replica_and_no_device_is_lost(
 def test_under_constant_windows_it_comes_to_rest(data, devices, now):
     """After a move the same progress leads to no way back, and soon to no move at all."""
     state = data.draw(standing(devices))
-    planner, visited = make_planner(devices), [state]
+    planner, visited = make_planner(devices, thresholds=Thresholds(lasting_s=0.0)), [state]
     for step in range(8):
         decision = planner.decide(None, state, now, 10.0 * step)
         if decision is None:

@@ -1,0 +1,276 @@
+"""Goal: no process whose death is possible takes samples, state or the policy with it.
+
+Method: real processes are killed with SIGKILL while a job runs on Ray: the controller at each
+boundary of a reallocation, workers with requests in flight, a tool worker, a trainer rank in the
+middle of its move, the training loop, and everything at once. Afterwards the job must finish, the
+verdict must be clean, and samples, log-probabilities, rewards and policy must equal those of a run
+that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shiftbook.ledger.events.reallocation import Interval
+from shiftbook.ledger.gate import Gate
+from shiftbook.ledger.proposal import Proposal
+from shiftbook.ledger.topology import Topology
+from tests.scheduler.waiting import until
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+SIZE = {"iterations": 3, "groups": 8}
+LIMIT_S = 150.0
+
+
+def propose(on_ray: Any, job: str, after: Topology) -> str:
+    """An operator's move, as ``shiftbook propose`` makes it."""
+    from shiftbook.scheduler.moves import strategy_of
+
+    state = on_ray.ledger.state().job(job)
+    proposal = Proposal(
+        before=state.topology,
+        after=after,
+        strategy=strategy_of(state.topology, after),
+        sees=state.plan.view(),
+        candidates=(),
+        bottleneck_before="rollout",
+        bottleneck_after="trainer",
+        predicted_throughput=0.0,
+        predicted_gain_s=0.0,
+        gain_interval=Interval(low=0.0, high=0.0),
+        predicted_cost_s=0.0,
+        horizon_s=0.0,
+        model_version=0,
+        proposer="operator",
+    )
+    return Gate(on_ray.ledger, by="operator").propose(job, proposal)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """The record of a run that nobody disturbed."""
+    from tests.scheduler.conftest import OnRay
+
+    jobs = OnRay(tmp_path_factory.mktemp("undisturbed"), ray_cluster)
+    jobs.run("calm", schedule="static", **SIZE)
+    record = jobs.record("calm")
+    jobs.close()
+    return record
+
+
+def in_training(on_ray: Any, job: str) -> Any:
+    """Wait until a job has turns in flight; its loop's telemetry."""
+    import ray
+
+    running = on_ray.running[-1]
+
+    def training() -> Any:
+        status = running.status()
+        if status is None or status["phase"] != "training":
+            return None
+        telemetry = ray.get(running.loop.telemetry.remote(), timeout=10)
+        progress = telemetry["progress"]
+        return telemetry if progress and progress["turns_done"] > 10 else None
+
+    return until(training, 90)
+
+
+def finish(on_ray: Any, job: str, undisturbed: dict[int, Any]) -> None:
+    """The job ends, the verdict is clean, and nothing differs from the run without faults."""
+    running = on_ray.running[-1]
+    running.wait(LIMIT_S)
+    running.end()
+    assert on_ray.record(job) == undisturbed
+    verdict = on_ray.verdict(job)
+    assert verdict.exit_code == 0, [f.plain() for f in verdict.findings] or verdict.could_not
+    for move in on_ray.ledger.state().job(job).operations.values():
+        assert not move.open, (move.operation, move.status)
+        assert move.status != "poisoned", move.operation
+
+
+@pytest.mark.parametrize(
+    "boundary", ["granted", "quiesced", "transferred", "verified", "committed"]
+)
+def test_killed_controller(on_ray: Any, undisturbed: dict[int, Any], boundary: str) -> None:
+    """The loop goes on, and what starts again ends the move with the same processes."""
+    import ray
+
+    job = f"at-{boundary}"
+    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    ray.get(running.controller.pause.remote(), timeout=30)
+    telemetry = in_training(on_ray, job)
+    before = {r: s["pid"] for r, s in on_ray.statuses().items()}
+    first = ray.get(running.controller.status.remote(), timeout=30)["pid"]
+    ray.get(running.controller.die_at.remote(boundary), timeout=30)
+    first_slot, last_slot = on_ray.devices[:2]
+    after = Topology.of(
+        {
+            "rollout": [first_slot],
+            "tool": [],
+            "inference": [first_slot, last_slot],
+            "trainer": [first_slot, last_slot],
+        }
+    )
+    operation = propose(on_ray, job, after)
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(running.controller.resume.remote(), timeout=30)
+
+    def closed() -> bool:
+        return not on_ray.ledger.state().job(job).operations[operation].open
+
+    until(closed, 60)
+
+    def controller_is_new() -> bool:
+        try:
+            return ray.get(running.controller.status.remote(), timeout=10)["pid"] != first
+        except ray.exceptions.RayError:
+            return False
+
+    until(controller_is_new, 60)
+    status = on_ray.ledger.state().job(job).operations[operation].status
+    expected = {"verified": {"committed"}, "committed": {"committed"}}
+    assert status in expected.get(boundary, {"rolled_back", "abandoned"}), status
+    same = {r: s["pid"] for r, s in on_ray.statuses().items()}
+    assert same == before, "recovery must find the same processes"
+    assert telemetry["progress"]["turns_done"] > 0
+    finish(on_ray, job, undisturbed)
+
+
+@pytest.mark.parametrize("component", ["rollout", "tool", "trainer", "inference"])
+def test_killed_worker(on_ray: Any, undisturbed: dict[int, Any], component: str) -> None:
+    """A worker with work in hand dies; what it owed is done by others or by its successor."""
+    job = f"without-{component}"
+    on_ray.start(job, schedule="static", **SIZE)
+    in_training(on_ray, job)
+
+    def busy() -> Any:
+        found = [
+            status
+            for status in on_ray.statuses().values()
+            if status["component"] == component
+            and status["state"] == "active"
+            and (component == "tool" or status["units"] > 0)
+        ]
+        return found[0] if found else None
+
+    victim = until(busy, 60)
+    os.kill(victim["pid"], signal.SIGKILL)
+    finish(on_ray, job, undisturbed)
+    lost = list(on_ray.ledger.read(job=job, types={"ReplicaLost"}))
+    assert [stored.body["replica"] for stored in lost] == [victim["replica"]]
+    assert lost[0].body["incarnation"] == victim["incarnation"]
+
+
+def test_killed_trainer_rank_in_the_middle_of_its_move(
+    on_ray: Any, undisturbed: dict[int, Any]
+) -> None:
+    """The move is rolled back, and the iteration is computed again from the last bundle."""
+    import ray
+
+    job = "mid-reshard"
+    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    ray.get(running.controller.pause.remote(), timeout=30)
+    in_training(on_ray, job)
+    first_slot, last_slot = on_ray.devices[:2]
+    victim = on_ray.statuses()[f"trainer-{first_slot.replace('/', '.')}"]
+    ray.get(running.controller.kill_at.remote("quiesced", victim["pid"]), timeout=30)
+    after = Topology.of(
+        {
+            "rollout": [first_slot, last_slot],
+            "tool": [],
+            "inference": [first_slot, last_slot],
+            "trainer": [first_slot, last_slot],
+        }
+    )
+    operation = propose(on_ray, job, after)
+    ray.get(running.controller.resume.remote(), timeout=30)
+    until(lambda: not on_ray.ledger.state().job(job).operations[operation].open, 90)
+    assert on_ray.ledger.state().job(job).operations[operation].status == "rolled_back"
+    finish(on_ray, job, undisturbed)
+
+
+def test_killed_loop(on_ray: Any, undisturbed: dict[int, Any]) -> None:
+    """A new attempt goes on from the last bundle."""
+    job = "without-loop"
+    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    in_training(on_ray, job)
+    pid = until(lambda: (running.status() or {}).get("pid"), 30)
+    until(lambda: on_ray.ledger.state().job(job).iteration >= 1, 90)
+    os.kill(pid, signal.SIGKILL)
+    finish(on_ray, job, undisturbed)
+    attempts = on_ray.ledger.state().job(job).attempts
+    assert [a.parent for a in attempts.values()] == [None, f"{job}-a0"]
+
+
+def test_ledger_out_of_reach(on_ray: Any, undisturbed: dict[int, Any]) -> None:
+    """Training and weight syncs go on for 20 s; their records stand in the ledger afterwards."""
+    import subprocess
+    import sys
+
+    job = "in-the-dark"
+    on_ray.start(job, schedule="static", iterations=SIZE["iterations"], groups=SIZE["groups"])
+    in_training(on_ray, job)
+    lock = Path(f"{on_ray.place.ledger_file}.lock")
+    holder = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, sys, time\n"
+            "held = open(sys.argv[1], 'a')\n"
+            "fcntl.flock(held, fcntl.LOCK_EX)\n"
+            "print('held', flush=True)\n"
+            "time.sleep(20)\n",
+            str(lock),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    began_s = time.monotonic()
+    running = on_ray.running[-1]
+    done_before = len((running.status() or {})["iterations"])
+    progressed = until(lambda: len((running.status() or {})["iterations"]) > done_before, 60)
+    assert progressed
+    in_the_dark = time.monotonic() - began_s < 20.0
+    holder.wait()
+    assert in_the_dark, "an iteration, its sync included, must end while the ledger is away"
+    finish(on_ray, job, undisturbed)
+    types = [stored.type for stored in on_ray.ledger.read(job=job)]
+    assert "LedgerUnreachable" in types
+    assert "LedgerRestored" in types
+
+
+def test_everything_killed_at_once(
+    undisturbed: dict[int, Any], tmp_path: Path
+) -> None:
+    """Head, workers, loop and controller die together; the same command takes the job up again."""
+    from shiftbook.jobs.runner import Place
+    from shiftbook.ledger.ledger import Ledger
+    from shiftbook.verify.verdict import verify
+    from tests.scheduler.killing import run_and_kill_everything, run_to_the_end
+
+    place = Place(tmp_path)
+    run_and_kill_everything(place, SIZE)
+    with Ledger.open(place.ledger_url) as ledger:
+        state = ledger.state().job("phoenix")
+        assert state.status == "open"
+        done = state.iteration
+    assert done >= 1
+    run_to_the_end(place, SIZE)
+    with Ledger.open(place.ledger_url) as ledger:
+        state = ledger.state().job("phoenix")
+        assert state.status == "closed"
+        prints = {
+            stored.body["iteration"]: stored.body["policy_fingerprint"]
+            for stored in ledger.read(job="phoenix", types={"IterationCompleted"})
+        }
+    assert prints == {number: entry[2] for number, entry in undisturbed.items()}
+    verdict = verify(place.ledger_url)
+    assert verdict.exit_code == 0, [f.plain() for f in verdict.findings] or verdict.could_not
