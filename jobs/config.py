@@ -51,6 +51,13 @@ REQUIRED_INVARIANTS = (
     "I18",
     "I19",
     "I21",
+    "I23",
+    "I5",
+    "move-equality",
+    "record",
+    "replay",
+    "integrity",
+    "evidence",
 )
 GROUP_SIZE = 8
 DATASET_SIZE = 4096

@@ -329,10 +329,12 @@ class TrainingLoop:
             self._trainer_free.notify_all()
         self._wake()
 
-    async def repair(self, topology: dict[str, Any]) -> None:
-        """Bring the processes into a topology, under the standing grant."""
+    async def repair(
+        self, topology: dict[str, Any], move: Grant | None = None, forward: bool = False
+    ) -> None:
+        """Bring the processes into a topology, at the end of a move or after one was closed."""
         wanted = Topology.model_validate(topology)
-        await asyncio.to_thread(self._repair, wanted)
+        await asyncio.to_thread(self._repair, wanted, move=move, forward=forward)
 
     async def stop(self) -> None:
         """End after the present iteration."""
@@ -472,25 +474,39 @@ class TrainingLoop:
         *,
         fresh: bool = False,
         anew: frozenset[str] = frozenset(),
+        move: Grant | None = None,
+        forward: bool = False,
     ) -> None:
         """Make the processes match, and record what was brought up and what it read."""
         with self._trainer_free:
             self._repairing += 1
         try:
-            self._make_match(topology, fresh, anew)
+            self._make_match(topology, fresh, anew, move, forward)
         finally:
             with self._trainer_free:
                 self._repairing -= 1
         self._wake()
 
-    def _make_match(self, topology: Topology, fresh: bool, anew: frozenset[str]) -> None:
+    def _make_match(
+        self,
+        topology: Topology,
+        fresh: bool,
+        anew: frozenset[str],
+        move: Grant | None,
+        forward: bool,
+    ) -> None:
         wanted = [r.name for r in topology.replicas("rollout")]
         alive = self._supervisor.living()
         cold = [r for r in wanted if fresh or alive[r]["state"] == "idle"]
         published = self._published
         assert published is not None
-        operation = self._syncer.begin(published, cold, base=None) if cold else None
-        brought = self._supervisor.repair(topology, self._grant, fresh=fresh, anew=anew)
+        # A sync waits for a move that is under way, so an engine that is brought up to end one
+        # takes the version with the move, and says what it read at its first use.
+        syncs = bool(cold) and move is None
+        operation = self._syncer.begin(published, cold, base=None) if syncs else None
+        brought = self._supervisor.repair(
+            topology, self._grant, fresh=fresh, anew=anew, move=move, forward=forward
+        )
         self._topology = topology
         self._record_brought(brought)
         if operation is not None:
@@ -837,12 +853,12 @@ class _FreshMover:
         return self._supervisor.inspect(self._components)
 
     def restore(self, topology: Topology, grant: Grant) -> None:
-        """All processes in a topology, from the last bundle, under the dead attempt's grant."""
-        self._supervisor.repair(topology, self._grant, fresh=True)
+        """All processes in a topology, from the last bundle."""
+        self._supervisor.repair(topology, self._grant, fresh=True, move=grant)
 
     def finish(self, topology: Topology, grant: Grant) -> None:
         """The same: what was moved in memory died with its attempt."""
-        self._supervisor.repair(topology, self._grant, fresh=True)
+        self._supervisor.repair(topology, self._grant, fresh=True, move=grant, forward=True)
 
     def close(self) -> None:
         """Nothing to let go."""

@@ -6,7 +6,8 @@ import csv
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -85,6 +86,18 @@ def actor() -> str:
         return f"operator:{getpass.getuser()}"
     except (KeyError, OSError):
         return "operator"
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Say on a terminal's stderr what takes so long, while it does."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
 
 
 def known_job(ledger: Ledger, job: str) -> str:

@@ -1,7 +1,7 @@
 """The one layer that knows which database it is: URLs, locks, pragmas, triggers and error codes.
 
-The store of this build is in sqlite.py. Another database is another subclass of ``Dialect``; tables,
-queries and everything above are shared.
+The store of this build is in sqlite.py. Another database is another subclass of ``Dialect``;
+tables, queries and everything above are shared.
 """
 
 from __future__ import annotations

@@ -34,6 +34,10 @@ FINISHING = frozenset({"place", "restore", "probe"})
 """Methods that recovery may use beyond these on a verified move: a new place that died after the
 point of no return has to be filled again before the move can finish."""
 
+RESTORING = frozenset({"place", "restore", "resume", "drop", "undo"})
+"""Methods that recovery may use on a move that is not verified: a source that died meanwhile has
+to be brought up again at its old place before the move can be rolled back."""
+
 STANDING = frozenset({"place", "restore", "resume", "load_weights", "call", "undo", "drop"})
 """Worker methods that the standing grant of the current attempt allows."""
 
@@ -142,8 +146,8 @@ class GrantChecker:
                 f"in force is epoch {newest}"
             )
         allowed = ALLOWED.get(known.status, frozenset())
-        if known.status == "verified" and known.taken_over:
-            allowed |= FINISHING
+        if known.open and known.taken_over:
+            allowed |= FINISHING if known.status == "verified" else RESTORING
         if method not in allowed:
             now = ", ".join(sorted(allowed)) or "nothing: the grant has expired"
             raise StaleGrant(f"{method}: {grant.operation} is {known.status}, which allows {now}")

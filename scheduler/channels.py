@@ -84,10 +84,18 @@ class Channel:
         """Hand up to ``limit`` pieces to a worker, the most urgent first."""
         now_s = time.monotonic()
         taken: list[Work] = []
-        for lane in sorted(self._lanes if lanes is None else lanes):
-            queue = self._lanes.get(lane)
-            if queue is not None and len(taken) < limit:
-                taken += [work for _, work in queue.take(limit - len(taken), now_s)]
+        allowed = [
+            queue
+            for lane, queue in sorted(self._lanes.items())
+            if lanes is None or lane in lanes
+        ]
+        while len(taken) < limit:
+            # The fullest lane first: lanes stay level, so that whoever gets some of them later
+            # gets its share of the work.
+            fullest = max(allowed, key=len, default=None)
+            if fullest is None or not len(fullest):
+                break
+            taken += [work for _, work in fullest.take(1, now_s)]
         owed = self._owed.setdefault(worker, {})
         for work in taken:
             owed[work.key] = work

@@ -55,9 +55,12 @@ class LoopClient:
         """Say where the job stands now."""
         self.call("end_move", operation, topology.model_dump(), dict(stalls), committed)
 
-    def repair(self, topology: Topology) -> None:
-        """Bring up what is missing, under the attempt's standing grant."""
-        self.call("repair", topology.model_dump())
+    def repair(
+        self, topology: Topology, move: Grant | None = None, *, forward: bool = False
+    ) -> None:
+        """Bring up what is missing: under the grant of the move that is being ended, where there
+        is one, and the attempt's standing grant."""
+        self.call("repair", topology.model_dump(), move, forward)
 
 
 class RayMover:
@@ -84,7 +87,7 @@ class RayMover:
         ]
         if touched:
             self._fleet.each(touched, "undo", grant)
-        self._loop.repair(topology)
+        self._loop.repair(topology, grant)
         self._loop.end_move(grant.operation, topology, {}, committed=False)
 
     def finish(self, topology: Topology, grant: Grant) -> None:
@@ -101,7 +104,7 @@ class RayMover:
             self._fleet.each(prepared, "resume", grant)
         if leaving:
             self._fleet.each(leaving, "drop", grant)
-        self._loop.repair(topology)
+        self._loop.repair(topology, grant, forward=True)
         self._loop.end_move(grant.operation, topology, {}, committed=True)
 
     def close(self) -> None:

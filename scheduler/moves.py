@@ -17,7 +17,7 @@ from shiftbook.ledger.errors import GateError, LedgerUnreachable, ShiftbookError
 from shiftbook.ledger.events.reallocation import Custody
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
-from shiftbook.ledger.recovery import restore_or_poison
+from shiftbook.ledger.recovery import end_or_poison
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.cluster import import_ray
 from shiftbook.scheduler.errors import MoveFailed, WorkerLost
@@ -246,14 +246,15 @@ class MoveRunner:
         return stalls
 
     def _undo(self, grant: Grant, cause: str) -> None:
-        """Bring the topology before back; the operation is then rolled back or abandoned."""
-        topology = self._loop_topology(grant)
+        """End the move whose step failed: undone before it was verified, finished after."""
         try:
-            restore_or_poison(self._gate, grant, self._mover, cause)
+            # From here on this is recovery, which may bring up a source that died meanwhile.
+            own = self._gate.take_over(grant.job, grant.operation, cause, held=grant)
+            end_or_poison(self._gate, own, self._mover, cause)
         except GateError:
             # The operation was closed under us: a weight sync went first, or recovery has it.
-            self._loop.repair(topology)
-        self._loop.end_move(grant.operation, topology, {}, committed=False)
+            self._loop.repair(self._loop_topology(grant))
+        self._loop.end_move(grant.operation, self._loop_topology(grant), {}, committed=False)
 
     def _loop_topology(self, grant: Grant) -> Topology:
         return self._gate.ledger.state().job(grant.job).topology

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,20 +100,25 @@ class Supervisor:
         *,
         fresh: bool = False,
         anew: frozenset[str] = frozenset(),
+        move: Grant | None = None,
+        forward: bool = False,
     ) -> list[Brought]:
         """Change what differs; returns the replicas that were brought up, in their order.
 
         ``fresh`` drops everything first, as a new attempt must: nobody knows what the processes
-        of the attempt before hold. ``anew`` names components whose state is in doubt.
+        of the attempt before hold. ``anew`` names components whose state is in doubt. ``move`` is
+        the grant of a move that is being ended: its devices obey that one alone; ``forward`` says
+        that the move is finished, not undone.
         """
+        grants = _Grants(grant, move, self.fleet)
         with self._lock:
             self._generation += 1
             statuses = self.living()
             wanted = self.wanted(topology)
-            stopped = [r for r in wanted if not fresh and statuses[r]["state"] == "quiesced"]
-            if stopped:
+            stopped = [r for r in wanted if statuses[r]["state"] == "quiesced"]
+            if stopped and not fresh and not forward:
                 # Left behind by a move that was closed under its controller: they go on as before.
-                self.fleet.each(stopped, "undo", grant)
+                grants.each(stopped, "undo")
                 statuses = self.living()
             leaving = [
                 replica
@@ -124,10 +129,10 @@ class Supervisor:
             broken |= {r for r in wanted if self.fleet.hosts[r].component in anew}
             leaving += [r for r in broken if _holds_something(statuses[r]) and r not in leaving]
             if leaving:
-                self.fleet.each(leaving, "drop", grant)
+                grants.each(leaving, "drop")
             if not broken:
                 return []
-            return self._bring_up({r: wanted[r] for r in wanted if r in broken}, grant)
+            return self._bring_up({r: wanted[r] for r in wanted if r in broken}, grants)
 
     def _broken(
         self, statuses: Mapping[str, dict[str, Any]], wanted: Mapping[str, Layout]
@@ -152,26 +157,19 @@ class Supervisor:
     def _shared(self, replica: str) -> bool:
         return self.fleet.hosts[replica].component in self._resharded
 
-    def _bring_up(self, layouts: Mapping[str, Layout], grant: Grant) -> list[Brought]:
+    def _bring_up(self, layouts: Mapping[str, Layout], grants: _Grants) -> list[Brought]:
         began_s = time.monotonic()
-        generation = f"{grant.operation}.{self._generation}.{time.monotonic_ns()}"
+        generation = f"{grants.standing.operation}.{self._generation}.{time.monotonic_ns()}"
         payloads = {
             component: self._payload(component)
             for component in {self.fleet.hosts[r].component for r in layouts}
         }
-        self.fleet.gather(
-            {
-                r: self.fleet.send(r, "place", grant, Layout(layout.rank, layout.world, generation))
-                for r, layout in layouts.items()
-            }
+        places = {r: Layout(at.rank, at.world, generation) for r, at in layouts.items()}
+        grants.each(layouts, "place", lambda r: places[r])
+        loaded: dict[str, Loaded] = grants.each(
+            layouts, "restore", lambda r: payloads[self.fleet.hosts[r].component]
         )
-        loaded: dict[str, Loaded] = self.fleet.gather(
-            {
-                r: self.fleet.send(r, "restore", grant, payloads[self.fleet.hosts[r].component])
-                for r in layouts
-            }
-        )
-        statuses = self.fleet.each(layouts, "resume", grant)
+        statuses = grants.each(layouts, "resume")
         took_s = time.monotonic() - began_s
         return [
             Brought(self.fleet.hosts[r].component, r, statuses[r], loaded[r], took_s)
@@ -181,6 +179,37 @@ class Supervisor:
     def inspect(self, components: tuple[str, ...]) -> Topology:
         """Topology as the processes stand."""
         return topology_of(self.fleet.statuses(), components, self.assignment.job)
+
+
+@dataclass(frozen=True)
+class _Grants:
+    """Which grant a replica obeys: a move's on its devices, else the attempt's standing one."""
+
+    standing: Grant
+    move: Grant | None
+    fleet: Fleet
+
+    def of(self, replica: str) -> Grant:
+        """The grant for one replica."""
+        device = self.fleet.hosts[replica].device
+        covered = self.move is not None and device is not None and device in self.move.devices
+        return self.move if covered and self.move is not None else self.standing
+
+    def each(
+        self,
+        replicas: Iterable[str],
+        method: str,
+        argument: Callable[[str], Any] | None = None,
+    ) -> dict[str, Any]:
+        """Call a method on several replicas at once, each under its grant."""
+        return self.fleet.gather(
+            {
+                r: self.fleet.send(
+                    r, method, self.of(r), *(() if argument is None else (argument(r),))
+                )
+                for r in replicas
+            }
+        )
 
 
 def _holds_something(status: Mapping[str, Any]) -> bool:

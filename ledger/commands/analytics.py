@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,8 +14,13 @@ from shiftbook.ledger.cli_options import (
     format_option,
     ledger_option,
     open_book,
+    working,
 )
 from shiftbook.ledger.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from shiftbook.ledger.ledger import Ledger
+    from shiftbook.ledger.mirror import Mirror
 
 
 @click.command()
@@ -27,11 +33,10 @@ def sql(ledger_url: str, format_: Format, query: str) -> None:
     Tables: events, reallocations, candidates, weight_syncs, iterations, windows, leases,
     checkpoints, samples, findings. A query reads no file and changes nothing.
     """
-    from shiftbook.ledger.mirror import Mirror
     from shiftbook.ledger.query import run_query
 
     text = _query_text(query)
-    with open_book(ledger_url) as ledger, Mirror.open(ledger) as mirror:
+    with open_book(ledger_url) as ledger, _mirrored(ledger) as mirror:
         if mirror.missing_segments:
             click.echo(
                 f"shiftbook: {mirror.missing_segments} evidence segments are missing or altered; "
@@ -40,6 +45,13 @@ def sql(ledger_url: str, format_: Format, query: str) -> None:
             )
         answer = run_query(mirror, text)
         emit(answer.rows, answer.columns, format_)
+
+
+def _mirrored(ledger: Ledger) -> Mirror:
+    from shiftbook.ledger.mirror import Mirror
+
+    with working("bringing the ledger's copy up to date"):
+        return Mirror.open(ledger)
 
 
 def _query_text(query: str) -> str:
@@ -84,7 +96,7 @@ def report(ledger_url: str, output: Path, verdict_path: Path | None, job: str | 
     from shiftbook.ledger.report import read_verdict, write_report
 
     verdict = read_verdict(verdict_path) if verdict_path else None
-    with open_book(ledger_url) as ledger:
+    with open_book(ledger_url) as ledger, working("drawing"):
         jobs = [known_job(ledger, job)] if job else None
         write_report(ledger, output, verdict=verdict, jobs=jobs)
     click.echo(f"wrote {output}", err=True)

@@ -1,0 +1,83 @@
+"""Goal: what the documents show runs, and what they point to is there.
+
+Method: every Python block is run as a program in an empty folder; every relative link and every file
+named in code marks is looked up; the rules, invariants and fields that a page lists are compared with
+the code that it describes.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shiftbook.ledger.envelope import ENVELOPE_FIELDS
+from shiftbook.ledger.rules import RULES
+from shiftbook.verify.invariants import INVARIANTS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+ROOMS = "ledger|checkpoint|scheduler|verify|jobs"
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
+NAMED = re.compile(rf"`((?:{ROOMS})/[\w./]*)`")
+PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+RENDERED = {"docs/timeline.png"}
+"""Pictures that are made from a run of the demo."""
+
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in PAGES
+    for number, block in enumerate(PYTHON.findall(page.read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize("program", BLOCKS)
+def test_python_blocks_run(program: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_blocks() -> None:
+    assert len(BLOCKS) >= 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_are_there(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    linked = [link for link in LINK.findall(text) if "://" not in link]
+    missing = [link for link in linked if not (page.parent / link).exists()]
+    missing += [name for name in NAMED.findall(text) if not (ROOT / name).exists()]
+    assert not set(missing) - RENDERED, missing
+
+
+def first_column(page: str, heading: str) -> list[str]:
+    """Names in code marks in the first column of the table under a heading."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    section = text.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    return [name for cell in cells for name in re.findall(r"`([\w-]+)`", cell)]
+
+
+def test_the_rules_are_those_of_the_gate_in_their_order() -> None:
+    assert first_column("gate.md", "Rules") == list(RULES)
+
+
+def test_the_fields_are_those_of_the_envelope() -> None:
+    assert first_column("ledger.md", "Envelope") == [*ENVELOPE_FIELDS, "body"]
+
+
+def test_the_invariants_are_those_that_are_judged() -> None:
+    judged = {"integrity", "evidence", *(invariant.id for invariant in INVARIANTS)}
+    listed = first_column("verify.md", "Invariants")
+    assert len(listed) == len(set(listed))
+    assert set(listed) == judged
