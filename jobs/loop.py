@@ -37,6 +37,7 @@ from shiftbook.jobs.reports import IterationTimes
 from shiftbook.jobs.start import Start, first_bundle, resume_point
 from shiftbook.jobs.syncing import Published, Syncer
 from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.errors import LedgerError
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.life import ReplicaLost, ReplicaStarted
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
@@ -317,7 +318,15 @@ class TrainingLoop:
     async def end_move(self, operation: str, topology: dict[str, Any], stalls: dict[str, float],
                        committed: bool) -> None:  # fmt: skip
         """The move is over, one way or another."""
-        self._topology = Topology.model_validate(topology)
+        self._move_ended(operation, Topology.model_validate(topology), stalls, committed)
+
+    def _move_ended(
+        self, operation: str, topology: Topology, stalls: dict[str, float], committed: bool
+    ) -> None:
+        with self._trainer_free:
+            if operation not in (self._moving, self._trainer_owner):
+                return
+        self._topology = topology
         for component, stall_s in stalls.items():
             self._stalls[component] = self._stalls.get(component, 0.0) + stall_s
         self._moves += committed
@@ -372,6 +381,7 @@ class TrainingLoop:
         start = resume_point(self._ledger, config)
         self._start(start)
         threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._notice_ended_moves, daemon=True).start()
         self._phase = "training"
         for number in range(start.iteration, config.iterations):
             if self._stopping.is_set():
@@ -790,6 +800,20 @@ class TrainingLoop:
         )
 
     # ---- supervision ---------------------------------------------------------------------
+
+    def _notice_ended_moves(self) -> None:
+        """A controller that died after its last event cannot say that the move is over."""
+        while not self._done.wait(WATCH_S):
+            moving = self._moving
+            if moving is None:
+                continue
+            try:
+                job = self._ledger.state().job(self.config.job)
+            except LedgerError:
+                continue  # out of reach: asked again
+            known = job.operations.get(moving)
+            if known is not None and not known.open:
+                self._move_ended(moving, job.topology, {}, known.status == "committed")
 
     def _watch(self) -> None:
         """Learn at once when a worker's process dies, and repair when no move is under way."""

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "json", "jsonl", "csv"]
 FORMATS = ("table", "json", "jsonl", "csv")
+UNBROKEN_WIDTH = 24
+"""A column that is no wider than this is never folded on a terminal."""
+
 DEFAULT_LEDGER = "sqlite:///shiftbook.db"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -253,16 +256,31 @@ def _rich_table(rows: Iterable[Sequence[Any]], columns: Sequence[str], title: st
 
     table = Table(title=title, box=SIMPLE, title_justify="left", pad_edge=False)
     numeric, body = _table_body(rows, columns)
-    for name, right in zip(columns, numeric, strict=True):
-        table.add_column(name, justify="right" if right else "left", overflow="fold")
+    widths = [max(len(line[i]) for line in [columns, *body]) for i in range(len(columns))]
+    for name, right, width in zip(columns, numeric, widths, strict=True):
+        table.add_column(
+            name,
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=width <= UNBROKEN_WIDTH,
+        )
     for row in body:
         # As Text: names and reasons are data, and square brackets in them are no markup.
         table.add_row(*(Text(cell) for cell in row))
-    Console(file=sys.stdout).print(table)
+    console = Console(file=sys.stdout)
+    if sum(min(width, UNBROKEN_WIDTH) + 3 for width in widths) > console.width:
+        # Too many columns to fold: whole lines, which the terminal wraps, instead of cut ones.
+        _write_plain(columns, numeric, body)
+    else:
+        console.print(table)
 
 
 def _plain_table(rows: Iterable[Sequence[Any]], columns: Sequence[str]) -> None:
     numeric, body = _table_body(rows, columns)
+    _write_plain(columns, numeric, body)
+
+
+def _write_plain(columns: Sequence[str], numeric: list[bool], body: list[list[str]]) -> None:
     lines = [list(columns), *body]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
     for line in lines:

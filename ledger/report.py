@@ -279,7 +279,8 @@ def gains_title(moves: Sequence[Row]) -> str:
     brought = "as much as predicted"
     if abs(middle) >= RIGHT_S:
         brought = f"{seconds_text(abs(middle))} {'less' if middle < 0 else 'more'} than predicted"
-    return f"{len(moves)} {_plural(len(moves), 'move')} brought {brought} in the median; {losers}"
+    middle_of = " in the median" if len(moves) > 1 else ""
+    return f"{len(moves)} {_plural(len(moves), 'move')} brought {brought}{middle_of}; {losers}"
 
 
 def _stalls(stories: Sequence[JobStory]) -> list[str]:
@@ -300,6 +301,8 @@ def _stalls(stories: Sequence[JobStory]) -> list[str]:
 def stalls_title(moves: Sequence[Row]) -> str:
     """Sum and longest stall, and the strategy that stalls most in the median."""
     total = sum(move["stall_s"] for move in moves)
+    if len(moves) == 1:
+        return f"1 move stalled {seconds_text(total)} ({moves[0]['strategy']})"
     longest = max(moves, key=lambda move: move["stall_s"])
     by: dict[str, list[float]] = {}
     for move in moves:

@@ -22,6 +22,9 @@ LANE_HEIGHT = 34
 LARGEST_LANES = 420
 """Height of all lanes together at most."""
 
+FEW_POINTS = 300
+"""Up to so many values are drawn as points on their line."""
+
 FONT = "system-ui, 'Segoe UI', 'Liberation Sans', 'DejaVu Sans', sans-serif"
 
 LIGHT = {
@@ -190,7 +193,12 @@ def _queues(story: JobStory, theme: Theme, seconds: alt.Scale) -> Any:
     ]
     lines = (
         alt.Chart(_rows(rows))
-        .mark_line(interpolate="step-before", strokeWidth=1.6)
+        .mark_line(
+            interpolate="step-before",
+            strokeWidth=1.6,
+            # A single window makes no line, so few windows are points as well.
+            point=alt.OverlayMarkDef(size=22) if len(rows) <= FEW_POINTS else False,
+        )
         .encode(
             x=alt.X("at_s:Q", scale=seconds, title="seconds since the job was opened"),
             y=alt.Y("queue:Q", title="queue (units)"),
@@ -290,7 +298,7 @@ def stalls(moves: Sequence[dict[str, Any]]) -> Picture:
     def draw(theme: Theme) -> Any:
         return (
             alt.Chart(_rows(rows))
-            .mark_bar()
+            .mark_bar(size=min(34.0, 0.8 * WIDTH / max(1, len(rows))))
             .encode(
                 x=alt.X(
                     "number:O",

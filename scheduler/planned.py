@@ -21,6 +21,8 @@ from shiftbook.scheduler.telemetry import Counters, WindowAggregator
 from shiftbook.scheduler.throughput import IterationMeasured, ThroughputModel
 
 FOLLOWERS = ("inference", "trainer")
+STAY_WINDOW_S = 0.4
+"""Least time between two recorded windows that led to no move."""
 PROGRESS_OF = {"inference": "referenced", "trainer": "trained"}
 
 
@@ -69,6 +71,7 @@ class PlannedMoves:
         self._decision: tuple[Decision, Progress, float] | None = None
         self._made: list[_Made] = []
         self._last_wall_s: float | None = None
+        self._told_s = 0.0
 
     def propose(self, telemetry: dict[str, Any], job: JobState) -> Proposal | None:
         """The move that is worth it now, or None."""
@@ -90,7 +93,12 @@ class PlannedMoves:
             return None
         decision = self._planner.decide(window, job.topology, progress, now_s)
         if decision is None:
+            # To stay is a decision too; its windows are recorded now and then.
+            if now_s - self._told_s >= STAY_WINDOW_S:
+                self._told_s = now_s
+                self._gate.ledger.append(self._job, window)
             return None
+        self._told_s = now_s
         receipt = self._gate.ledger.append(self._job, window)
         self._decision = (decision, progress, now_s)
         return decision.proposal(self._sees, window=receipt.first)

@@ -1,8 +1,8 @@
 """Goal: what the documents show runs, and what they point to is there.
 
-Method: every Python block is run as a program in an empty folder; every relative link and every file
-named in code marks is looked up; the rules, invariants and fields that a page lists are compared with
-the code that it describes.
+Method: every Python block is run as a program in an empty folder; every relative link and every
+file named in code marks is looked up; the rules, invariants and fields that a page lists are
+compared with the code that it describes.
 """
 
 from __future__ import annotations

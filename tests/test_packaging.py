@@ -1,7 +1,7 @@
 """Goal: what is installed is what stands in the tree, and the numbers that are said twice agree.
 
-Method: a wheel is built from a copy of the tree and its names are compared with the files; metadata,
-changelog, constraints, README and the CI script are read and compared.
+Method: a wheel is built from a copy of the tree and its names are compared with the files;
+metadata, changelog, constraints, README and the CI script are read and compared.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / room, source / room, ignore=ignored)
     out = tmp_path_factory.mktemp("wheel")
+    alone = ("--no-deps", "--no-build-isolation", "--no-index", "--quiet")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index"]
-        + ["--quiet", "--wheel-dir", str(out), str(source)],
+        [sys.executable, "-m", "pip", "wheel", *alone, "--wheel-dir", str(out), str(source)],
         capture_output=True,
         text=True,
         timeout=180,

@@ -94,10 +94,14 @@ def jobs(ledger_url: str, format_: Format) -> None:
                     clock_text(job.last_event_ns) if format_ == "table" else job.last_event_ns,
                 )
             )
-    columns = JOB_COLUMNS
     if format_ == "table":
-        columns = (*JOB_COLUMNS[:-1], "last_event")
-    emit(rows, columns, format_)
+        # What fits a terminal; `shiftbook state JOB` has the rest.
+        shown = [name for name in JOB_COLUMNS if name not in ("topology", "attempt", "mode")]
+        at = [JOB_COLUMNS.index(name) for name in shown]
+        rows_ = [[row[i] for i in at] for row in rows]
+        emit(rows_, [*shown[:-1], "last_event"], "table")
+    else:
+        emit(rows, JOB_COLUMNS, format_)
 
 
 @click.command()
