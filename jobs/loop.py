@@ -37,7 +37,7 @@ from shiftbook.jobs.reports import IterationTimes
 from shiftbook.jobs.start import Start, first_bundle, resume_point
 from shiftbook.jobs.syncing import Published, Syncer
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import LedgerError
+from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.life import ReplicaLost, ReplicaStarted
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
@@ -56,6 +56,10 @@ from shiftbook.scheduler.workers.host import Assignment
 
 WATCH_S = 0.25
 TRAINER_GATE_LIMIT_S = 60.0
+LOCK_LIMIT_S = 2.0
+"""How long the loop waits for the ledger before it goes on without."""
+CLOSE_LIMIT_S = 600.0
+"""How long a job that has ended waits for the ledger, to say so."""
 
 
 class TrainingLoop:
@@ -364,7 +368,7 @@ class TrainingLoop:
 
     def _attempt(self) -> None:
         config = self.config
-        self._ledger = Ledger.open(config.ledger_url)
+        self._ledger = Ledger.open(config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
         assert self._ledger.path is not None
         self._evidence = self._ledger.path.with_name(self._ledger.path.name + ".evidence")
         self._gate = Gate(self._ledger, by="training-loop")
@@ -779,6 +783,8 @@ class TrainingLoop:
         assert published is not None
         while self._moving is not None:
             self._changed.wait(0.05)
+        while self._recording.spooling:
+            self._done.wait(WATCH_S)
         job = self._ledger.state().job(self.config.job)
         if any(operation.status != "proposed" and operation.open
                for operation in job.operations.values()):  # fmt: skip
@@ -789,15 +795,23 @@ class TrainingLoop:
             if status is not None and status["state"] != "idle"
         ]
         self._fleet.each(holding, "drop", self._grant)
-        self._gate.close_job(
-            self.config.job,
-            JobClosed(
-                outcome="finished",
-                iterations=self.config.iterations,
-                policy_version=self._version,
-                policy_fingerprint=published.root,
-            ),
+        closed = JobClosed(
+            outcome="finished",
+            iterations=self.config.iterations,
+            policy_version=self._version,
+            policy_fingerprint=published.root,
         )
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        while True:
+            try:
+                # What was spooled comes first: the end of a job is its last event.
+                if not self._recording.spooling:
+                    self._gate.close_job(self.config.job, closed)
+                    return
+            except LedgerUnreachable:
+                if time.monotonic() > deadline:
+                    raise
+            self._done.wait(WATCH_S)
 
     # ---- supervision ---------------------------------------------------------------------
 
