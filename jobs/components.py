@@ -21,9 +21,11 @@ from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loade
 from shiftbook.scheduler.workers.host import HostSpec
 from shiftbook.scheduler.workers.transfer import fetch
 
-PREFETCH = 6
+PREFETCH = 8
 """Turns that an engine takes ahead of need, so that no lane waits for a remote call."""
 TOOL_CALLS = 512
+TOGETHER_S = 0.005
+"""Tool results that fall due within this time leave together."""
 
 
 def one_thread() -> None:
@@ -110,6 +112,10 @@ class RolloutWorker:
         """Turns that it would take now: its free lanes and a few ahead."""
         engine = self._engine
         return max(0, engine.lanes + PREFETCH - engine.running - engine.waiting)
+
+    def hungry(self) -> bool:
+        """True when few turns wait behind the running ones."""
+        return self._engine.waiting < PREFETCH // 4
 
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""
@@ -239,6 +245,10 @@ class InferenceWorker:
         """A few groups ahead of need."""
         return max(0, 3 - len(self._groups))
 
+    def hungry(self) -> bool:
+        """True when at most one group waits."""
+        return len(self._groups) < 2
+
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""
         return None
@@ -314,10 +324,14 @@ class ToolWorker:
         """Many calls wait at once."""
         return TOOL_CALLS - len(self._toolbox.waiting)
 
+    def hungry(self) -> bool:
+        """Calls wait side by side, so there is always room for more."""
+        return True
+
     def wake_after_s(self) -> float | None:
         """Seconds until the next result is due."""
         due = self._toolbox.next_due()
-        return None if due is None else max(0.0005, due - time.monotonic())
+        return None if due is None else max(TOGETHER_S, due - time.monotonic())
 
     def resident_bytes(self) -> int:
         """A tool holds no weights."""

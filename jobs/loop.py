@@ -56,6 +56,7 @@ from shiftbook.scheduler.workers.host import Assignment
 
 WATCH_S = 0.25
 TRAINER_GATE_LIMIT_S = 60.0
+TOOL_LINGER_S = 0.006
 LOCK_LIMIT_S = 2.0
 """How long the loop waits for the ledger before it goes on without."""
 CLOSE_LIMIT_S = 600.0
@@ -79,7 +80,7 @@ class TrainingLoop:
         self._ranks = VirtualRankPlan(self.config.virtual_ranks, self.config.groups)
         self._iteration: Iteration | None = None
         self._changed = threading.Event()
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._events: asyncio.AbstractEventLoop | None = None
         self._figures: dict[str, dict[str, Any]] = {}
         self._phase = "starting"
@@ -113,24 +114,19 @@ class TrainingLoop:
         """Hand out work; holds the call open for a while when there is none."""
         self._events = asyncio.get_running_loop()
         works = self.exchange.take(component, worker, limit, lanes)
-        if works or self.exchange.is_held(worker[0]):
-            return works
-        waiter = self._events.create_future()
-        self._waiters.add(waiter)
-        try:
-            deadline = self._events.time() + wait_s
-            while not works and not self.exchange.is_held(worker[0]):
-                left_s = deadline - self._events.time()
-                if left_s <= 0:
-                    break
-                done, _ = await asyncio.wait({waiter}, timeout=left_s)
-                if done:
-                    self._waiters.discard(waiter)
-                    waiter = self._events.create_future()
-                    self._waiters.add(waiter)
-                works = self.exchange.take(component, worker, limit, lanes)
-        finally:
-            self._waiters.discard(waiter)
+        waiters = self._waiters.setdefault(component, set())
+        deadline = self._events.time() + wait_s
+        while not works and not self.exchange.is_held(worker[0]):
+            left_s = deadline - self._events.time()
+            if left_s <= 0:
+                break
+            waiter = self._events.create_future()
+            waiters.add(waiter)
+            await asyncio.wait({waiter}, timeout=left_s)
+            waiters.discard(waiter)
+            if component == "tool":
+                await asyncio.sleep(TOOL_LINGER_S)  # calls come one by one and travel together
+            works = self.exchange.take(component, worker, limit, lanes)
         return works
 
     async def deliver(
@@ -140,8 +136,10 @@ class TrainingLoop:
         answers: list[Answer],
         figures: dict[str, Any],
         first_use: dict[str, Any] | None,
-    ) -> None:
-        """Take in finished work."""
+        limit: int = 0,
+        lanes: list[int] | None = None,
+    ) -> list[Work]:
+        """Take in finished work, and hand out up to ``limit`` pieces in exchange."""
         self._figures[worker[0]] = figures
         if first_use is not None:
             self._record_first_use(component, worker, first_use)
@@ -150,8 +148,7 @@ class TrainingLoop:
                 work = self.exchange.by_target[component].answer(worker, answer.key)
             if work is not None:
                 self._absorb(component, worker, answer)
-        if answers:
-            self._wake()
+        return self.exchange.take(component, worker, limit, lanes) if limit else []
 
     async def give_back(
         self, component: str, worker: Worker, items: list[tuple[Hashable, Any]]
@@ -172,22 +169,25 @@ class TrainingLoop:
         self.exchange.feed(replica)
         self._wake()
 
-    def _wake(self) -> None:
-        """Let every take that is held open look again; from any thread."""
+    def _wake(self, component: str | None = None) -> None:
+        """Let every take of a component (or of all) that is held open look again; any thread."""
         loop = self._events
         if loop is None:
             return
 
         def fire() -> None:
-            for waiter in self._waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+            for name in self._waiters if component is None else (component,):
+                for waiter in self._waiters.get(name, ()):
+                    if not waiter.done():
+                        waiter.set_result(None)
 
         loop.call_soon_threadsafe(fire)
 
     def _put(self, component: str, work: Work) -> None:
         with self.exchange.lock:
             self.exchange.by_target[component].put(work)
+        if self._waiters.get(component):
+            self._wake(component)
 
     def _absorb(self, component: str, worker: Worker, answer: Answer) -> None:
         iteration = self._iteration

@@ -271,6 +271,10 @@ class TrainerWorker:
         """One group ahead of need."""
         return max(0, 2 - len(self._groups))
 
+    def hungry(self) -> bool:
+        """True when no group waits."""
+        return not self._groups
+
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""
         return None

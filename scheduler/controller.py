@@ -29,6 +29,9 @@ from shiftbook.scheduler.planned import PlannedMoves
 from shiftbook.scheduler.policies import Policy, RandomMoves
 
 POLL_S = 0.04
+"""Pause between two looks where a move may become worth it soon."""
+CALM_POLL_S = 0.2
+"""Pause between two looks in the middle of a rollout, where nothing changes quickly."""
 RETRY_S = 0.5
 MOVER = "ray"
 """Entry point under which recovery finds the mover of the moves that are granted here."""
@@ -106,11 +109,14 @@ class Controller:
             runner = MoveRunner(self._gate, fleet, self._loop, mover)
             runner.at_boundary = self._boundary
             policy = self._policy(job)
-            while not self._stop.wait(POLL_S):
+            pause_s = POLL_S
+            while not self._stop.wait(pause_s):
                 if self._paused.is_set():
                     continue
-                if not self._turn(runner, policy):
+                ahead = self._turn(runner, policy)
+                if ahead is None:
                     return
+                pause_s = CALM_POLL_S if ahead else POLL_S
 
     def _when_training(self) -> JobState | None:
         """The job once its loop trains; None when it is closed."""
@@ -132,31 +138,32 @@ class Controller:
             return RandomMoves(job.opened, self._random)
         return PlannedMoves(job.opened, self._gate, self._job, self._lanes)
 
-    def _turn(self, runner: MoveRunner, policy: Policy) -> bool:
-        """Look once, and move if it is worth it; False when the job has ended."""
+    def _turn(self, runner: MoveRunner, policy: Policy) -> bool | None:
+        """Look once, and move if it is worth it; None when the job has ended, True when nothing
+        can become worth it soon."""
         telemetry = self._loop.telemetry()
         if telemetry["phase"] == "ended":
             policy.finish(telemetry)
             self._finished = True
-            return False
+            return None
         began_s = time.monotonic()
         job = self._ledger.state().job(self._job)
         asked = _asked_by_operator(job)
         if asked is not None:
             self._carry_out(runner, policy, asked.operation, None)
-            return True
+            return False
         proposal = policy.propose(telemetry, job)
         self._busy_s += time.monotonic() - began_s
         if proposal is None:
-            return True
+            return policy.calm(telemetry)
         self._decisions += 1
         try:
             operation = self._gate.propose(self._job, proposal)
         except Rejected as error:
             policy.refused(error)
-            return True
+            return False
         self._carry_out(runner, policy, operation, telemetry)
-        return True
+        return False
 
     def _carry_out(
         self,

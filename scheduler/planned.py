@@ -21,6 +21,9 @@ from shiftbook.scheduler.telemetry import Counters, WindowAggregator
 from shiftbook.scheduler.throughput import IterationMeasured, ThroughputModel
 
 FOLLOWERS = ("inference", "trainer")
+CALM_AFTER_S = 0.3
+CALM_LANES = 8
+"""Outstanding episodes by lanes of an engine above which the tail is not near."""
 STAY_WINDOW_S = 0.4
 """Least time between two recorded windows that led to no move."""
 PROGRESS_OF = {"inference": "referenced", "trainer": "trained"}
@@ -102,6 +105,14 @@ class PlannedMoves:
         receipt = self._gate.ledger.append(self._job, window)
         self._decision = (decision, progress, now_s)
         return decision.proposal(self._sees, window=receipt.first)
+
+    def calm(self, telemetry: dict[str, Any]) -> bool:
+        """True in the middle of a rollout: more episodes outstanding than lanes for a while."""
+        progress = telemetry["progress"]
+        if not progress or self._seen.number != telemetry["iteration"]:
+            return False
+        began = telemetry["now_s"] - telemetry["iteration_began_s"] > CALM_AFTER_S
+        return bool(began and progress["outstanding"] > CALM_LANES * self._lanes)
 
     def refused(self, error: Rejected) -> None:
         """The planner does not decide the same again at once."""

@@ -22,6 +22,9 @@ class Policy(Protocol):
     def propose(self, telemetry: dict[str, Any], job: JobState) -> Proposal | None:
         """The move to propose now, or None."""
 
+    def calm(self, telemetry: dict[str, Any]) -> bool:
+        """True when nothing can become worth a move soon."""
+
     def refused(self, error: Rejected) -> None:
         """A rule refused the proposal."""
 
@@ -74,6 +77,10 @@ class RandomMoves:
         if after.placement() == job.topology.placement():
             return None
         return drawn_proposal(self._opened, job.topology, after, owed_units(telemetry))
+
+    def calm(self, telemetry: dict[str, Any]) -> bool:
+        """Moves are drawn at any time."""
+        return False
 
     def refused(self, error: Rejected) -> None:
         """Drawn again later."""

@@ -86,6 +86,9 @@ class Component(Protocol):
     def room(self) -> int:
         """Pieces that it would take now."""
 
+    def hungry(self) -> bool:
+        """True when it will soon have nothing to do, so that work should be asked for now."""
+
     def wake_after_s(self) -> float | None:
         """Seconds until work in hand becomes due; None when there is none."""
 

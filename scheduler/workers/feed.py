@@ -18,8 +18,8 @@ from shiftbook.scheduler.workers.component import Answer
 
 TAKE_WAIT_S = 0.5
 """How long the job may hold an empty-handed take before it answers."""
-GATHER_S = 0.004
-"""Answers that end within this time leave together."""
+GATHER_S = 0.02
+"""Answers that end within this time leave together, unless the worker is about to run dry."""
 RETRY_S = 0.2
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,13 @@ class Feed:
     def __init__(
         self,
         take: Callable[[int, float], list[Work]],
-        deliver: Callable[[list[Answer]], None],
+        deliver: Callable[[list[Answer], int], list[Work]],
         room: Callable[[], int],
+        hungry: Callable[[], bool],
         arrived: threading.Event,
     ) -> None:
         self._take, self._deliver, self._room = take, deliver, room
+        self._hungry = hungry
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.arrived = arrived
         self._outbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -45,6 +47,7 @@ class Feed:
         self._delivering = threading.Lock()
         self._has_room = threading.Event()
         self._has_answers = threading.Event()
+        self._urgent = threading.Event()
         self._ended = False
         for target in (self._take_loop, self._deliver_loop):
             threading.Thread(target=target, daemon=True).start()
@@ -57,7 +60,7 @@ class Feed:
     def close(self) -> list[Work]:
         """Stop taking; returns what was taken and not yet used, after the pending take ended."""
         self._open.clear()
-        with self._taking:
+        with self._taking, self._delivering:
             rest = []
             while not self.inbox.empty():
                 rest.append(self.inbox.get())
@@ -71,8 +74,9 @@ class Feed:
         self._has_answers.set()
 
     def ask(self) -> None:
-        """There may be room again."""
+        """The worker is about to run dry: what waits leaves now, and work is taken."""
         self._has_room.set()
+        self._urgent.set()
 
     def answer(self, answers: list[Answer]) -> None:
         """Queue answers for delivery."""
@@ -97,6 +101,8 @@ class Feed:
             self._has_room.clear()
             if self._ended:
                 return
+            if not self._hungry():
+                continue  # what it needs next comes with the answer to its next delivery
             with self._taking:
                 if not self._open.is_set():
                     continue
@@ -111,13 +117,16 @@ class Feed:
                 self.arrived.set()
             if works is None:
                 self._has_room.wait(RETRY_S)
-            self._has_room.set()
+            if self._hungry():
+                self._has_room.set()
 
     def _deliver_loop(self) -> None:
         while not self._ended:
             self._has_answers.wait()
             self._has_answers.clear()
-            threading.Event().wait(GATHER_S)
+            if not self._hungry():
+                self._urgent.wait(GATHER_S)
+            self._urgent.clear()
             with self._delivering:
                 done = self._send()
             if not done:
@@ -130,9 +139,15 @@ class Feed:
         if not self._undelivered:
             return True
         batch = list(self._undelivered)
-        if self._attempt(lambda: self._deliver(batch) or True) is None:
+        wanted = max(0, self._room() - self.inbox.qsize()) if self._open.is_set() else 0
+        works = self._attempt(lambda: self._deliver(batch, wanted))
+        if works is None:
             return False
         del self._undelivered[: len(batch)]
+        for work in works:
+            self.inbox.put(work)
+        if works:
+            self.arrived.set()
         return True
 
     @staticmethod

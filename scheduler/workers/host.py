@@ -23,8 +23,9 @@ from shiftbook.scheduler.workers.component import Answer, Component, Drained, La
 from shiftbook.scheduler.workers.feed import Feed
 
 IDLE_WAIT_S = 0.25
-TURN_WAIT_S = 0.002
-"""How long a worker waits before it asks again for a device that another component uses."""
+TURN_WAIT_S = (0.002, 0.02)
+"""Shortest and longest pause before a worker asks again for a device that another component
+uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
 
 MUTATING = ("place", "restore", "resume", "quiesce", "snapshot", "drop", "undo", "call")
@@ -84,6 +85,7 @@ class WorkerHost:
         self._paused.set()
         self._wake = threading.Event()
         self._feed: Feed | None = None
+        self._turn_wait_s = TURN_WAIT_S[0]
         self._busy_s = 0.0
         self._units = 0
         self._last_unit_s = 0.0
@@ -157,7 +159,7 @@ class WorkerHost:
             self._activity = None if device is None else Activity(locks, device)
             self._loop = _Loop(assignment.loop_name)
             self._component = load_path(self.spec.factory)(self.spec, assignment.config)
-            self._feed = Feed(self._take, self._deliver, self._room, self._wake)
+            self._feed = Feed(self._take, self._deliver, self._room, self._hungry, self._wake)
             return self.status()
 
     # ---- what needs a grant --------------------------------------------------------------
@@ -321,7 +323,7 @@ class WorkerHost:
         self._paused.wait()
         try:
             while self._activity is not None and not self._activity.try_take():
-                self._wake.wait(TURN_WAIT_S)
+                self._wake.wait(TURN_WAIT_S[0])
                 self._wake.clear()
             begin_s = time.monotonic()
             result = action()
@@ -336,6 +338,10 @@ class WorkerHost:
     def _room(self) -> int:
         return self._held().room()
 
+    def _hungry(self) -> bool:
+        assert self._feed is not None
+        return self._feed.inbox.empty() and self._held().hungry()
+
     def _take(self, limit: int, wait_s: float) -> list[Work]:
         worker = (self.spec.replica, self.incarnation)
         lanes = self._held().lanes
@@ -349,14 +355,20 @@ class WorkerHost:
         )
         return list(works)
 
-    def _deliver(self, answers: list[Answer]) -> None:
+    def _deliver(self, answers: list[Answer], limit: int) -> list[Work]:
         worker = (self.spec.replica, self.incarnation)
-        self._loop.call(
-            "deliver", self.spec.component, worker, answers, self.figures(), self._first_use_now()
+        lanes = self._held().lanes
+        works = self._loop.call(
+            "deliver",
+            self.spec.component,
+            worker,
+            answers,
+            self.figures(),
+            self._held().first_use(),
+            limit,
+            None if lanes is None else list(lanes),
         )
-
-    def _first_use_now(self) -> dict[str, Any] | None:
-        return self._held().first_use()
+        return list(works)
 
     def _work(self) -> None:
         while True:
@@ -390,7 +402,7 @@ class WorkerHost:
         while not feed.inbox.empty():
             work = feed.inbox.get()
             component.submit(work.key, work.item)
-        if component.room() > 0:
+        if component.hungry():
             feed.ask()
         if not component.has_work():
             if self._activity_held():
@@ -400,9 +412,11 @@ class WorkerHost:
             self._wake.clear()
             return
         if self._activity is not None and not self._activity.try_take():
-            self._wake.wait(TURN_WAIT_S)
+            self._wake.wait(self._turn_wait_s)
             self._wake.clear()
+            self._turn_wait_s = min(2 * self._turn_wait_s, TURN_WAIT_S[1])
             return
+        self._turn_wait_s = TURN_WAIT_S[0]
         begin_s = time.monotonic()
         answers = component.step()
         end_s = time.monotonic()
