@@ -21,9 +21,13 @@ from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loade
 from shiftbook.scheduler.workers.host import HostSpec
 from shiftbook.scheduler.workers.transfer import fetch
 
-PREFETCH = 8
+PREFETCH = 16
 """Turns that an engine takes ahead of need, so that no lane waits for a remote call."""
 TOOL_CALLS = 512
+FEW = 3
+FEW_CALLS = 8
+LINGER_S = 0.02
+LONG_LINGER_S = 0.06
 TOGETHER_S = 0.005
 """Tool results that fall due within this time leave together."""
 
@@ -45,6 +49,7 @@ class RolloutWorker:
     """One engine on one slot."""
 
     lanes: Collection[int] | None = None
+    urgent = True
 
     def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
         one_thread()
@@ -115,7 +120,13 @@ class RolloutWorker:
 
     def hungry(self) -> bool:
         """True when few turns wait behind the running ones."""
-        return self._engine.waiting < PREFETCH // 4
+        return self._engine.waiting < FEW
+
+    def linger_s(self) -> float:
+        """Turns leave together, the longer the more wait here: each call costs the cores time."""
+        if self.hungry():
+            return 0.0
+        return LINGER_S if self._engine.waiting < PREFETCH // 2 else LONG_LINGER_S
 
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""
@@ -175,6 +186,7 @@ class InferenceWorker:
     """Reference log-probabilities of complete groups, under the frozen base policy."""
 
     lanes: Collection[int] | None = None
+    urgent = False
 
     def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
         one_thread()
@@ -249,6 +261,10 @@ class InferenceWorker:
         """True when at most one group waits."""
         return len(self._groups) < 2
 
+    def linger_s(self) -> float:
+        """A group leaves at once."""
+        return 0.0
+
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""
         return None
@@ -278,6 +294,7 @@ class ToolWorker:
     """The calculator: calls wait their latency here, without a slot."""
 
     lanes: Collection[int] | None = None
+    urgent = False
 
     def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
         self._toolbox = Toolbox(int(config["seed"]))
@@ -327,6 +344,10 @@ class ToolWorker:
     def hungry(self) -> bool:
         """Calls wait side by side, so there is always room for more."""
         return True
+
+    def linger_s(self) -> float:
+        """Results leave together, unless few calls are left to wait for."""
+        return LINGER_S if len(self._toolbox.waiting) > FEW_CALLS else TOGETHER_S
 
     def wake_after_s(self) -> float | None:
         """Seconds until the next result is due."""

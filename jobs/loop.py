@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import threading
 import time
 import traceback
@@ -51,12 +52,14 @@ from shiftbook.scheduler.errors import MoveFailed, WorkerLost
 from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Brought, Supervisor
-from shiftbook.scheduler.workers.component import Answer
+from shiftbook.scheduler.workers.component import Answer, Parcel
 from shiftbook.scheduler.workers.host import Assignment
 
 WATCH_S = 0.25
 TRAINER_GATE_LIMIT_S = 60.0
-TOOL_LINGER_S = 0.006
+TOOL_LINGER_S = (0.002, 0.015)
+MANY = 32
+"""Episodes outstanding above which nothing is urgent."""
 LOCK_LIMIT_S = 2.0
 """How long the loop waits for the ledger before it goes on without."""
 CLOSE_LIMIT_S = 600.0
@@ -110,8 +113,8 @@ class TrainingLoop:
         limit: int,
         lanes: list[int] | None,
         wait_s: float,
-    ) -> list[Work]:
-        """Hand out work; holds the call open for a while when there is none."""
+    ) -> bytes:
+        """Hand out work, pickled; holds the call open for a while when there is none."""
         self._events = asyncio.get_running_loop()
         works = self.exchange.take(component, worker, limit, lanes)
         waiters = self._waiters.setdefault(component, set())
@@ -125,30 +128,27 @@ class TrainingLoop:
             await asyncio.wait({waiter}, timeout=left_s)
             waiters.discard(waiter)
             if component == "tool":
-                await asyncio.sleep(TOOL_LINGER_S)  # calls come one by one and travel together
+                # Calls come one by one and travel together, but for the last ones.
+                await asyncio.sleep(TOOL_LINGER_S[self._outstanding() > MANY])
             works = self.exchange.take(component, worker, limit, lanes)
-        return works
+        return pickle.dumps(works)
 
-    async def deliver(
-        self,
-        component: str,
-        worker: Worker,
-        answers: list[Answer],
-        figures: dict[str, Any],
-        first_use: dict[str, Any] | None,
-        limit: int = 0,
-        lanes: list[int] | None = None,
-    ) -> list[Work]:
-        """Take in finished work, and hand out up to ``limit`` pieces in exchange."""
-        self._figures[worker[0]] = figures
-        if first_use is not None:
-            self._record_first_use(component, worker, first_use)
-        for answer in answers:
+    async def deliver(self, pickled: bytes) -> bytes:
+        """Take in a Parcel of finished work, and hand out work in exchange."""
+        parcel: Parcel = pickle.loads(pickled)
+        component, worker = parcel.component, parcel.worker
+        self._figures[worker[0]] = parcel.figures
+        if parcel.first_use is not None:
+            self._record_first_use(component, worker, parcel.first_use)
+        for answer in parcel.answers:
             with self.exchange.lock:
                 work = self.exchange.by_target[component].answer(worker, answer.key)
             if work is not None:
                 self._absorb(component, worker, answer)
-        return self.exchange.take(component, worker, limit, lanes) if limit else []
+        works = []
+        if parcel.limit:
+            works = self.exchange.take(component, worker, parcel.limit, parcel.lanes)
+        return pickle.dumps(works)
 
     async def give_back(
         self, component: str, worker: Worker, items: list[tuple[Hashable, Any]]
@@ -182,6 +182,10 @@ class TrainingLoop:
                         waiter.set_result(None)
 
         loop.call_soon_threadsafe(fire)
+
+    def _outstanding(self) -> int:
+        iteration = self._iteration
+        return 0 if iteration is None else iteration.outstanding
 
     def _put(self, component: str, work: Work) -> None:
         with self.exchange.lock:

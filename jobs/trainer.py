@@ -102,6 +102,8 @@ def _accumulator_snapshots(accumulator: GradientAccumulator) -> dict[int, LiveSn
 class TrainerWorker:
     """One physical rank of the trainer."""
 
+    urgent = False
+
     def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
         one_thread()
         self._replica = spec.replica
@@ -274,6 +276,10 @@ class TrainerWorker:
     def hungry(self) -> bool:
         """True when no group waits."""
         return not self._groups
+
+    def linger_s(self) -> float:
+        """A group is told at once."""
+        return 0.0
 
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""

@@ -109,19 +109,28 @@ def _share(fd: int, job: str) -> str:
 
 
 class Activity:
-    """The right to compute on a device now."""
+    """The right to compute on a device now.
 
-    def __init__(self, directory: Path, device: str) -> None:
+    A component that goes first (``urgent``) says so as long as it has work; the others then let
+    the device go after the unit that they are in.
+    """
+
+    def __init__(self, directory: Path, device: str, *, urgent: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(
-            lock_path(directory, device).with_suffix(".activity"),
-            os.O_RDWR | os.O_CREAT | os.O_CLOEXEC,
-            0o600,
-        )
+        base = lock_path(directory, device)
+        self._urgent = urgent
+        self._fd = _open(base.with_suffix(".activity"))
+        self._first_fd = _open(base.with_suffix(".first"))
+        self._claimed = False
         self.held = False
 
     def try_take(self) -> bool:
         """Take it if nobody else computes there; True when it is this process's."""
+        if self._urgent:
+            self._claim()
+        elif self._wanted():
+            self.give()
+            return False
         if not self.held:
             try:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -132,6 +141,28 @@ class Activity:
 
     def give(self) -> None:
         """Let the next one compute."""
+        if self._claimed:
+            fcntl.flock(self._first_fd, fcntl.LOCK_UN)
+            self._claimed = False
         if self.held:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
             self.held = False
+
+    def _claim(self) -> None:
+        if not self._claimed:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._first_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self._claimed = True
+
+    def _wanted(self) -> bool:
+        """True while a component that goes first has work for the device."""
+        try:
+            fcntl.flock(self._first_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._first_fd, fcntl.LOCK_UN)
+        return False
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -50,11 +50,26 @@ class Answer:
     """Monotonic clock of the machine."""
 
 
+@dataclass
+class Parcel:
+    """What a worker sends to its job at once: answers, figures, and how much work it can take."""
+
+    component: str
+    worker: tuple[str, str]
+    answers: list[Answer]
+    figures: dict[str, Any]
+    first_use: dict[str, Any] | None
+    limit: int
+    lanes: list[int] | None
+
+
 class Component(Protocol):
     """A component's replica inside its process; one thread calls it at a time."""
 
     lanes: Collection[int] | None
     """Which parts of its channel this replica takes; None for all."""
+    urgent: bool
+    """True where it goes first on a device that it shares."""
 
     def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
         """Build the state for a layout beside the present one, which stays as it is."""
@@ -88,6 +103,9 @@ class Component(Protocol):
 
     def hungry(self) -> bool:
         """True when it will soon have nothing to do, so that work should be asked for now."""
+
+    def linger_s(self) -> float:
+        """Seconds that an answer may wait for others to leave with it."""
 
     def wake_after_s(self) -> float | None:
         """Seconds until work in hand becomes due; None when there is none."""

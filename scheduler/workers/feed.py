@@ -18,8 +18,6 @@ from shiftbook.scheduler.workers.component import Answer
 
 TAKE_WAIT_S = 0.5
 """How long the job may hold an empty-handed take before it answers."""
-GATHER_S = 0.02
-"""Answers that end within this time leave together, unless the worker is about to run dry."""
 RETRY_S = 0.2
 
 log = logging.getLogger(__name__)
@@ -34,10 +32,11 @@ class Feed:
         deliver: Callable[[list[Answer], int], list[Work]],
         room: Callable[[], int],
         hungry: Callable[[], bool],
+        linger_s: Callable[[], float],
         arrived: threading.Event,
     ) -> None:
         self._take, self._deliver, self._room = take, deliver, room
-        self._hungry = hungry
+        self._hungry, self._linger_s = hungry, linger_s
         self.inbox: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self.arrived = arrived
         self._outbox: queue.SimpleQueue[Answer] = queue.SimpleQueue()
@@ -124,8 +123,9 @@ class Feed:
         while not self._ended:
             self._has_answers.wait()
             self._has_answers.clear()
-            if not self._hungry():
-                self._urgent.wait(GATHER_S)
+            linger_s = self._linger_s()
+            if linger_s > 0:
+                self._urgent.wait(linger_s)
             self._urgent.clear()
             with self._delivering:
                 done = self._send()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import pickle
 import threading
 import time
 import uuid
@@ -19,7 +20,14 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.scheduler.channels import Work
 from shiftbook.scheduler.errors import WorkerError
 from shiftbook.scheduler.slots import Activity, Presence, lock_directory, pin
-from shiftbook.scheduler.workers.component import Answer, Component, Drained, Layout, Loaded
+from shiftbook.scheduler.workers.component import (
+    Answer,
+    Component,
+    Drained,
+    Layout,
+    Loaded,
+    Parcel,
+)
 from shiftbook.scheduler.workers.feed import Feed
 
 IDLE_WAIT_S = 0.25
@@ -85,6 +93,8 @@ class WorkerHost:
         self._paused.set()
         self._wake = threading.Event()
         self._feed: Feed | None = None
+        self._presence: Presence | None = None
+        self._activity: Activity | None = None
         self._turn_wait_s = TURN_WAIT_S[0]
         self._busy_s = 0.0
         self._units = 0
@@ -156,10 +166,18 @@ class WorkerHost:
             locks = lock_directory(ledger_file)
             device = self.spec.device
             self._presence = None if device is None else Presence(locks, device)
-            self._activity = None if device is None else Activity(locks, device)
             self._loop = _Loop(assignment.loop_name)
             self._component = load_path(self.spec.factory)(self.spec, assignment.config)
-            self._feed = Feed(self._take, self._deliver, self._room, self._hungry, self._wake)
+            urgent = self._component.urgent
+            self._activity = None if device is None else Activity(locks, device, urgent=urgent)
+            self._feed = Feed(
+                self._take,
+                self._deliver,
+                self._room,
+                self._hungry,
+                self._component.linger_s,
+                self._wake,
+            )
             return self.status()
 
     # ---- what needs a grant --------------------------------------------------------------
@@ -311,8 +329,7 @@ class WorkerHost:
         self._held().drop()
         self._prepared = self._layout = self._prior = None
         self._state = "idle"
-        if self._activity is not None:
-            self._activity.give()
+        self._let_go()
         if self._presence is not None:
             self._presence.leave()
 
@@ -330,8 +347,7 @@ class WorkerHost:
             self._busy_s += time.monotonic() - begin_s
             return result
         finally:
-            if self._activity is not None:
-                self._activity.give()
+            self._let_go()
             if self._state == "active":
                 self._running.set()
 
@@ -345,36 +361,38 @@ class WorkerHost:
     def _take(self, limit: int, wait_s: float) -> list[Work]:
         worker = (self.spec.replica, self.incarnation)
         lanes = self._held().lanes
-        works = self._loop.call(
-            "take",
-            self.spec.component,
-            worker,
-            limit,
-            None if lanes is None else list(lanes),
-            wait_s,
+        works: list[Work] = pickle.loads(
+            self._loop.call(
+                "take",
+                self.spec.component,
+                worker,
+                limit,
+                None if lanes is None else list(lanes),
+                wait_s,
+            )
         )
-        return list(works)
+        return works
 
     def _deliver(self, answers: list[Answer], limit: int) -> list[Work]:
-        worker = (self.spec.replica, self.incarnation)
-        lanes = self._held().lanes
-        works = self._loop.call(
-            "deliver",
+        component = self._held()
+        lanes = component.lanes
+        # Ray pickles classes in Python, object by object; bytes pass as they are.
+        parcel = Parcel(
             self.spec.component,
-            worker,
+            (self.spec.replica, self.incarnation),
             answers,
             self.figures(),
-            self._held().first_use(),
+            component.first_use(),
             limit,
             None if lanes is None else list(lanes),
         )
-        return list(works)
+        works: list[Work] = pickle.loads(self._loop.call("deliver", pickle.dumps(parcel)))
+        return works
 
     def _work(self) -> None:
         while True:
             if not self._running.is_set():
-                if self._activity_held():
-                    self._activity.give()  # type: ignore[union-attr]
+                self._let_go()
                 self._paused.set()
                 self._running.wait()
                 self._paused.clear()
@@ -386,8 +404,10 @@ class WorkerHost:
             except Exception as error:
                 self._fail(f"{type(error).__name__}: {error}")
 
-    def _activity_held(self) -> bool:
-        return getattr(self, "_activity", None) is not None and self._activity.held  # type: ignore[union-attr]
+    def _let_go(self) -> None:
+        """Let another component of the device compute."""
+        if self._activity is not None:
+            self._activity.give()
 
     def _fail(self, reason: str) -> None:
         """A failed unit ends the process: its state is in doubt, and the job owes nobody to it."""
@@ -405,14 +425,15 @@ class WorkerHost:
         if component.hungry():
             feed.ask()
         if not component.has_work():
-            if self._activity_held():
-                self._activity.give()  # type: ignore[union-attr]
+            self._let_go()
             due_s = component.wake_after_s()
             self._wake.wait(IDLE_WAIT_S if due_s is None else min(due_s, IDLE_WAIT_S))
             self._wake.clear()
             return
         if self._activity is not None and not self._activity.try_take():
-            self._wake.wait(self._turn_wait_s)
+            # One that goes first asks again soon: it waits for one unit of another at most.
+            first = component.urgent
+            self._wake.wait(TURN_WAIT_S[0] if first else self._turn_wait_s)
             self._wake.clear()
             self._turn_wait_s = min(2 * self._turn_wait_s, TURN_WAIT_S[1])
             return
