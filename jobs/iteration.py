@@ -1,4 +1,4 @@
-"""One iteration's samples: where each episode stands, which groups are complete, what comes next."""
+"""One iteration's samples: where each episode stands, which groups are complete, what is next."""
 
 from __future__ import annotations
 
@@ -119,6 +119,19 @@ class Iteration:
     def complete(self) -> bool:
         """True when every group is in the update."""
         return len(self.trained) == len(self.draws)
+
+    def progress(self) -> dict[str, int]:
+        """How far the iteration is, in groups, episodes and turns."""
+        with self.lock:
+            return {
+                "groups": len(self.draws),
+                "outstanding": self.outstanding,
+                "turns_done": self.turns_done,
+                "completed": len(self.batches),
+                "referenced": len(self.referenced),
+                "trained": len(self.trained),
+                "samples": len(self.samples),
+            }
 
     def rows(self) -> Iterable[tuple[str, Sample]]:
         """(uid, sample) in uid order."""

@@ -57,6 +57,8 @@ def generated(
         )
     }  # fmt: skip
     rewards: dict[str, list[Any]] = {"uid": [], "token_digest": [], "reward": [], "scorer": []}
+    name: str
+    value: Any
     sampled = 0
     for uid, sample in iteration.rows():
         episode = sample.episode

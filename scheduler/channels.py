@@ -55,7 +55,7 @@ class Channel:
     source: str
     target: str
     counts: Counts = field(default_factory=Counts)
-    _lanes: dict[int, TurnQueue] = field(default_factory=dict)
+    _lanes: dict[int, TurnQueue[Hashable, Work]] = field(default_factory=dict)
     _owed: dict[Worker, dict[Hashable, Work]] = field(default_factory=dict)
 
     @property
@@ -85,9 +85,7 @@ class Channel:
         now_s = time.monotonic()
         taken: list[Work] = []
         allowed = [
-            queue
-            for lane, queue in sorted(self._lanes.items())
-            if lanes is None or lane in lanes
+            queue for lane, queue in sorted(self._lanes.items()) if lanes is None or lane in lanes
         ]
         while len(taken) < limit:
             # The fullest lane first: lanes stay level, so that whoever gets some of them later

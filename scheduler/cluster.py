@@ -34,7 +34,9 @@ START_LIMIT_S = 60.0
 OBJECT_STORE_BYTES = 256 * 2**20
 
 # One thread everywhere: two threads add in another order than one, and the bits differ.
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+)
 
 
 @dataclass(frozen=True)

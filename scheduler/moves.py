@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shiftbook.ledger.errors import GateError, LedgerUnreachable, ShiftbookError
-from shiftbook.ledger.events.reallocation import Custody
+from shiftbook.ledger.events.reallocation import Custody, Strategy
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.recovery import end_or_poison
@@ -73,7 +73,7 @@ def changes(
     return found
 
 
-def strategy_of(before: Topology, after: Topology) -> str:
+def strategy_of(before: Topology, after: Topology) -> Strategy:
     """``reshard`` where a component with shared state changes, else ``pause``."""
     return "reshard" if any(c.resharded for c in changes(before, after)) else "pause"
 

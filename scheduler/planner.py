@@ -129,12 +129,10 @@ class Planner:
         roles = self.model.roles
         seen = window.components if window is not None else {}
         replicas = len(topology.replicas(roles.source))
-        use = {roles.source: progress.running / max(1, replicas * progress.lanes)}
-        source = seen.get(roles.source)
-        if source is not None and source.kv_use is not None:
-            use[roles.source] = max(use[roles.source], source.kv_use)
-        if progress.waiting:
-            use[roles.source] = 1.0
+        # Lanes that its turns could fill, whether they run now or wait: what one more or one less
+        # replica would change. A KV use lags by a window, and a tail is over in a few windows.
+        wanted = progress.running + progress.waiting
+        use = {roles.source: min(1.0, wanted / max(1, replicas * progress.lanes))}
         for name in topology.components:
             if name in roles.slotless or name in roles.stacked or name == roles.source:
                 continue

@@ -61,7 +61,7 @@ class Supervisor:
         """Layout of every replica that must work: those of the topology, and those without a
         device."""
         wanted: dict[str, Layout] = {}
-        for component, replicas in topology.components.items():
+        for replicas in topology.components.values():
             for rank, replica in enumerate(replicas):
                 wanted[replica.name] = Layout(rank, len(replicas), "")
         for host in self.fleet.hosts.values():

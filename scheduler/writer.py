@@ -8,6 +8,7 @@ from typing import Any
 
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError
+from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Receipt
 from shiftbook.scheduler.cluster import NAMESPACE, import_ray
@@ -26,12 +27,12 @@ class LedgerWriter:
     def append(
         self,
         job: str,
-        drafts: Sequence[Draft],
+        events: Sequence[Event | Draft],
         key: str | None,
         expected_version: int | None = None,
     ) -> Receipt:
         """Append durably; the errors of Ledger.append come through as they are."""
-        return self._ledger.append(job, list(drafts), key=key, expected_version=expected_version)
+        return self._ledger.append(job, list(events), key=key, expected_version=expected_version)
 
     def pid(self) -> int:
         """Process id."""
@@ -57,7 +58,7 @@ class WriterClient:
     def append(
         self,
         job: str,
-        drafts: Sequence[Draft],
+        events: Sequence[Event | Draft],
         *,
         key: str | None = None,
         expected_version: int | None = None,
@@ -67,7 +68,7 @@ class WriterClient:
         try:
             if self._handle is None:
                 self._handle = start_writer(self._url)
-            reply = self._handle.append.remote(job, list(drafts), key, expected_version)
+            reply = self._handle.append.remote(job, list(events), key, expected_version)
             return ray.get(reply, timeout=self._limit_s)  # type: ignore[no-any-return]
         except ray.exceptions.GetTimeoutError as error:
             raise LedgerUnreachable(

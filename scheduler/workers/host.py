@@ -142,15 +142,15 @@ class WorkerHost:
         threading.Event().wait()
 
     def attach(self, assignment: Assignment) -> dict[str, Any]:
-        """Serve a job. Changes nothing that a job owns: refused while another job's state is here."""
+        """Serve a job. Changes nothing that a job owns: refused while another's state is here."""
         with self._mutex:
             current = self.assignment
             if current == assignment and self._component is not None:
                 return self.status()
             if self._state != "idle" or self._prepared:
                 raise WorkerError(
-                    f"{self.spec.replica}: expected an idle worker, found one that is "
-                    f"{self._state} for {current.job if current else 'nobody'}; drop its state first"
+                    f"{self.spec.replica}: expected an idle worker, found one that is {self._state} "
+                    f"for {current.job if current else 'nobody'}; drop its state first"
                 )
             if self._feed is not None:
                 self._feed.end()

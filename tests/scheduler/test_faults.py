@@ -263,9 +263,7 @@ def test_ledger_out_of_reach(on_ray: Any, undisturbed: dict[int, Any]) -> None:
     assert "LedgerRestored" in types
 
 
-def test_everything_killed_at_once(
-    undisturbed: dict[int, Any], tmp_path: Path
-) -> None:
+def test_everything_killed_at_once(undisturbed: dict[int, Any], tmp_path: Path) -> None:
     """Head, workers, loop and controller die together; the same command takes the job up again."""
     from shiftbook.jobs.runner import Place
     from shiftbook.ledger.ledger import Ledger

@@ -59,10 +59,7 @@ def test_a_warm_process_without_a_device_holds_nothing(on_ray) -> None:
     running = on_ray.start("live", slots=2, schedule="static", iterations=3)
     until(lambda: (running.status() or {}).get("phase") == "training")
     statuses = on_ray.statuses()
-    placed = {
-        replica.name
-        for _, replica in on_ray.ledger.state().job("live").topology.walk()
-    }
+    placed = {replica.name for _, replica in on_ray.ledger.state().job("live").topology.walk()}
     for replica, status in statuses.items():
         if status["device"] is not None:
             assert (status["resident_bytes"] > 0) == (replica in placed), replica

@@ -1,0 +1,166 @@
+"""Care for the processes of a job: learns that one died, brings it up again, and records both."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from shiftbook.jobs.desk import Desk
+from shiftbook.jobs.right_of_way import RightOfWay
+from shiftbook.jobs.standing import Standing
+from shiftbook.jobs.state_records import restored, started
+from shiftbook.jobs.syncing import Syncer
+from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.errors import LedgerError
+from shiftbook.ledger.events.life import ReplicaLost
+from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.topology import Topology
+from shiftbook.scheduler.recording import Recording
+from shiftbook.scheduler.supervision import Brought, Supervisor
+
+WATCH_S = 0.25
+"""Pause between two looks at the processes, and at a move that is under way."""
+
+
+class Care:
+    """Repairs what died, under the attempt's standing grant, when no move is under way.
+
+    ``training`` is set while the job trains; ``done`` ends the watching.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        supervisor: Supervisor,
+        syncer: Syncer,
+        recording: Recording,
+        standing: Standing,
+        desk: Desk,
+        way: RightOfWay,
+        training: threading.Event,
+        done: threading.Event,
+    ) -> None:
+        self._ledger, self._recording = ledger, recording
+        self._supervisor, self._syncer, self._fleet = supervisor, syncer, supervisor.fleet
+        self._job = supervisor.assignment.job
+        self._standing, self._desk, self._way = standing, desk, way
+        self._training, self._done = training, done
+
+    def start(self) -> None:
+        """Watch, in threads of its own."""
+        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._notice_ended_moves, daemon=True).start()
+
+    def repair(
+        self,
+        topology: Topology,
+        *,
+        fresh: bool = False,
+        anew: frozenset[str] = frozenset(),
+        move: Grant | None = None,
+        forward: bool = False,
+    ) -> None:
+        """Make the processes match, and record what was brought up and what it read.
+
+        The arguments are those of ``Supervisor.repair``.
+        """
+        with self._way.repair():
+            self._make_match(topology, fresh, anew, move, forward)
+        self._desk.wake()
+
+    def _make_match(
+        self,
+        topology: Topology,
+        fresh: bool,
+        anew: frozenset[str],
+        move: Grant | None,
+        forward: bool,
+    ) -> None:
+        wanted = [r.name for r in topology.replicas("rollout")]
+        alive = self._supervisor.living()
+        cold = [r for r in wanted if fresh or alive[r]["state"] == "idle"]
+        published = self._standing.last_published
+        # A sync waits for a move that is under way, so an engine that is brought up to end one
+        # takes the version with the move, and says what it read at its first use.
+        syncs = bool(cold) and move is None
+        operation = self._syncer.begin(published, cold, base=None) if syncs else None
+        brought = self._supervisor.repair(
+            topology, self._standing.grant, fresh=fresh, anew=anew, move=move, forward=forward
+        )
+        self._standing.topology = topology
+        self._record_brought(brought)
+        if operation is not None:
+            self._syncer.attached(operation, published, cold, brought)
+        if any(b.component == "trainer" for b in brought):
+            self._desk.train_again()
+
+    def _record_brought(self, brought: Sequence[Brought]) -> None:
+        standing = self._standing
+        for b in brought:
+            if b.component == "inference":
+                standing.reference_prints = b.loaded.fingerprints
+        attempt = standing.grant.operation
+        drafts = [Draft(started(attempt, b)) for b in brought]
+        trainer = next((b for b in brought if b.component == "trainer"), None)
+        if trainer is not None:
+            event = restored(
+                attempt, standing.bundle, standing.saved, trainer, standing.reference_prints
+            )
+            drafts.append(Draft(event))
+        if drafts:
+            self._recording.now(drafts)
+
+    def _notice_ended_moves(self) -> None:
+        """A controller that died after its last event cannot say that the move is over."""
+        while not self._done.wait(WATCH_S):
+            moving = self._way.moving
+            if moving is None:
+                continue
+            try:
+                job = self._ledger.state().job(self._job)
+            except LedgerError:
+                continue  # out of reach: asked again
+            known = job.operations.get(moving)
+            if known is not None and not known.open:
+                self._way.end_move(moving, job.topology, {}, known.status == "committed")
+
+    def _watch(self) -> None:
+        """Learn at once when a worker's process dies, and repair when no move is under way."""
+        import ray
+
+        watches = {self._fleet.send(r, "watch"): r for r in self._fleet.hosts}
+        while not self._done.is_set():
+            ready, _ = ray.wait(list(watches), num_returns=1, timeout=WATCH_S)
+            for future in ready:
+                replica = watches.pop(future)
+                try:
+                    ray.get(future)
+                except ray.exceptions.RayError as error:
+                    if not self._done.is_set() and self._training.is_set():
+                        self._lost(replica, str(error).splitlines()[0][:200])
+                if self._done.is_set():
+                    return
+                watches[self._fleet.send(replica, "watch")] = replica
+
+    def _lost(self, replica: str, cause: str) -> None:
+        component = self._fleet.hosts[replica].component
+        owed = self._desk.lose(component, replica)
+        known = self._ledger.state().job(self._job).replicas.get(replica)
+        if known is not None:
+            event = ReplicaLost(
+                attempt=self._standing.grant.operation,
+                component=component,
+                replica=replica,
+                incarnation=known.incarnation,
+                cause=cause,
+                owed=owed,
+            )
+            self._recording.later([Draft(event)])
+        self._desk.wake()
+        self._way.await_move()
+        if component == "trainer":
+            with self._way.trainer():
+                self.repair(self._standing.topology)
+        else:
+            self.repair(self._standing.topology)

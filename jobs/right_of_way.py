@@ -1,0 +1,102 @@
+"""Moves, repairs and updates keep out of each other's way: one of them has the trainer at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+from shiftbook.jobs.standing import Standing
+from shiftbook.ledger.topology import Topology
+from shiftbook.scheduler.errors import MoveFailed
+
+TRAINER_GATE_LIMIT_S = 60.0
+"""How long an update or a repair waits for a move that is under way."""
+UPDATE = "update"
+"""Owner of the trainer that is no move."""
+
+
+class RightOfWay:
+    """Who may change the processes now; safe to use from several threads.
+
+    ``wake`` is called when a move has ended, so that work waiting for its replicas flows again.
+    """
+
+    def __init__(self, job: str, standing: Standing, wake: Callable[[], None]) -> None:
+        self._job, self._standing, self._wake = job, standing, wake
+        self._free = threading.Condition()
+        self._owner: str | None = None
+        """Of the trainer: a move, or the update."""
+        self._repairing = 0
+        self.moving: str | None = None
+        """The move that is under way."""
+
+    @property
+    def updating(self) -> bool:
+        """True while the trainer belongs to the update."""
+        return self._owner == UPDATE
+
+    def begin_move(self, operation: str, components: Collection[str]) -> bool:
+        """A move is about to quiesce; False when the trainer is in the middle of an update, or a
+        repair is under way."""
+        with self._free:
+            if self._repairing:
+                return False
+            if "trainer" in components:
+                if self._owner not in (None, operation):
+                    return False
+                self._owner = operation
+            self.moving = operation
+        return True
+
+    def end_move(
+        self, operation: str, topology: Topology, stalls: Mapping[str, float], committed: bool
+    ) -> None:
+        """A move is over and left a topology; one that is not known is over already."""
+        with self._free:
+            if operation not in (self.moving, self._owner):
+                return
+        self._standing.topology = topology
+        self._standing.add_stalls(stalls)
+        self._standing.moves += committed
+        with self._free:
+            if self._owner == operation:
+                self._owner = None
+            if self.moving == operation:
+                self.moving = None
+            self._free.notify_all()
+        self._wake()
+
+    def await_move(self) -> None:
+        """Wait until no move is under way, or for the limit."""
+        with self._free:
+            self._free.wait_for(lambda: self.moving is None, TRAINER_GATE_LIMIT_S)
+
+    @contextmanager
+    def trainer(self) -> Iterator[None]:
+        """Have the trainer; waits for a move of it, and raises MoveFailed when it does not end."""
+        with self._free:
+            if not self._free.wait_for(lambda: self._owner is None, TRAINER_GATE_LIMIT_S):
+                raise MoveFailed(
+                    f"expected move {self._owner} to end within "
+                    f"{TRAINER_GATE_LIMIT_S:.0f} s; run `shiftbook recover {self._job}`"
+                )
+            self._owner = UPDATE
+        try:
+            yield
+        finally:
+            with self._free:
+                if self._owner == UPDATE:
+                    self._owner = None
+                self._free.notify_all()
+
+    @contextmanager
+    def repair(self) -> Iterator[None]:
+        """No move begins while a repair is under way."""
+        with self._free:
+            self._repairing += 1
+        try:
+            yield
+        finally:
+            with self._free:
+                self._repairing -= 1
