@@ -1,4 +1,4 @@
-"""Moves, repairs and updates keep out of each other's way: one of them has the trainer at a time."""
+"""Moves, repairs and updates keep out of each other's way: one has the trainer at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an attempt stands: its grant, topology, weights and bundle, and what replicas load of it."""
+"""Where an attempt stands: its grant, topology, weights and bundle, and what replicas load."""
 
 from __future__ import annotations
 

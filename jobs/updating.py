@@ -81,8 +81,8 @@ class Updater:
             "iteration": iteration.number + 1,
             "sampler": {"epoch": epoch, "position": position},
         }
-        arguments = {"root_dir": self._config.bundles, "fields": fields}
-        saved = self._fleet.each(ranks[:1], "call", grant, "save", arguments)[ranks[0]]
+        place = {"root_dir": self._config.bundles, "fields": fields}
+        saved = self._fleet.each(ranks[:1], "call", grant, "save", place)[ranks[0]]
         first["saved"] = {**saved, "parent": self._standing.bundle}
         statuses = self._fleet.each(ranks, "status")
         return [(reports[r], statuses[r]) for r in ranks]

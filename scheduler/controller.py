@@ -48,7 +48,8 @@ class Controller:
         self._stop = threading.Event()
         self._paused = threading.Event()
         self._error: str | None = None
-        self._kill_at: dict[str, int] = {}
+        self._signal_at: dict[str, tuple[int, int]] = {}
+        """Boundary of a move to (process, signal), for fault tests."""
         self._decisions = 0
         self._busy_s = 0.0
         self._finished = False
@@ -74,11 +75,15 @@ class Controller:
 
     def die_at(self, boundary: str) -> None:
         """For fault tests: end this process with SIGKILL when a move passes a boundary."""
-        self._kill_at[boundary] = os.getpid()
+        self._signal_at[boundary] = (os.getpid(), signal.SIGKILL)
+
+    def stop_at(self, boundary: str) -> None:
+        """For fault tests: stop this process with SIGSTOP when a move passes a boundary."""
+        self._signal_at[boundary] = (os.getpid(), signal.SIGSTOP)
 
     def kill_at(self, boundary: str, pid: int) -> None:
         """For fault tests: end another process with SIGKILL when a move passes a boundary."""
-        self._kill_at[boundary] = pid
+        self._signal_at[boundary] = (pid, signal.SIGKILL)
 
     def _guarded(self) -> None:
         while not self._stop.is_set():
@@ -185,9 +190,9 @@ class Controller:
             policy.moved(report, telemetry)
 
     def _boundary(self, name: str) -> None:
-        victim = self._kill_at.pop(name, None)
-        if victim is not None:
-            os.kill(victim, signal.SIGKILL)
+        aimed = self._signal_at.pop(name, None)
+        if aimed is not None:
+            os.kill(*aimed)
 
 
 def _asked_by_operator(job: JobState) -> OperationState | None:

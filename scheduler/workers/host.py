@@ -149,8 +149,9 @@ class WorkerHost:
                 return self.status()
             if self._state != "idle" or self._prepared:
                 raise WorkerError(
-                    f"{self.spec.replica}: expected an idle worker, found one that is {self._state} "
-                    f"for {current.job if current else 'nobody'}; drop its state first"
+                    f"{self.spec.replica}: expected an idle worker, found one that is "
+                    f"{self._state} for {current.job if current else 'nobody'}; "
+                    "drop its state first"
                 )
             if self._feed is not None:
                 self._feed.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ class OnRay:
             if status["state"] != "idle" or status["prepared"]:
                 # Its job is gone: the process starts anew for the next test.
                 os.kill(status["pid"], signal.SIGKILL)
-                until(lambda r=replica, p=status["pid"]: self._replaced(r, p), 60)
+                until(partial(self._replaced, replica, status["pid"]), 60)
         self.ledger.close()
 
     def _replaced(self, replica: str, pid: int) -> bool:

@@ -93,7 +93,10 @@ class Job:
 
     def _begin(self) -> None:
         self.iteration += 1
-        self.began_s, self.update_left_s, self.tail_s, self.ended_s = self.now_s, None, None, None
+        self.began_s = self.now_s
+        self.update_left_s: float | None = None
+        self.tail_s: float | None = None
+        self.ended_s: float | None = None
         w, rng = self.work, random.Random(self.seed * 1000 + self.iteration)
         self.episodes = [
             Episode(k, k // w.group_size, rng.randint(3, 6)) for k in range(w.groups * w.group_size)

@@ -139,7 +139,7 @@ def test_killed_controller(on_ray: Any, undisturbed: dict[int, Any], boundary: s
 
     def controller_is_new() -> bool:
         try:
-            return ray.get(running.controller.status.remote(), timeout=10)["pid"] != first
+            return bool(ray.get(running.controller.status.remote(), timeout=10)["pid"] != first)
         except ray.exceptions.RayError:
             return True
 

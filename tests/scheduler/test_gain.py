@@ -6,6 +6,8 @@ the same move judged by the simulation, which can really be run without it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from shiftbook.ledger.events.reallocation import Interval, ReallocationProposed
@@ -42,8 +44,8 @@ def at_move(left: int) -> Progress:
     )  # fmt: skip
 
 
-def outcome(**changes) -> Outcome:
-    values = {
+def outcome(**changes: Any) -> Outcome:
+    values: dict[str, Any] = {
         "at_move": at_move(25),
         "observed_end_s": 0.7,
         "iteration_s": 3.7,
@@ -57,7 +59,7 @@ def outcome(**changes) -> Outcome:
     return Outcome(**(values | changes))
 
 
-def test_the_gain_is_the_counterfactual_minus_what_came():
+def test_the_gain_is_the_counterfactual_minus_what_came() -> None:
     gain = realized(ThroughputModel(), MOVE, outcome())
     # 25 groups x 0.04 s on one replica and 0.05 s of update.
     assert gain.counterfactual_end_s == pytest.approx(1.05, rel=1e-6)
@@ -65,18 +67,19 @@ def test_the_gain_is_the_counterfactual_minus_what_came():
     assert gain.interval.low < gain.adjusted_gain_s < gain.interval.high
     assert gain.raw_gain_s == pytest.approx(0.3)
     assert gain.predicted_gain_s == pytest.approx(0.4), "net of the predicted cost"
-    assert (gain.device_s_before, gain.device_s_after) == (8.0, pytest.approx(7.4))
+    assert gain.device_s_before == 8.0
+    assert gain.device_s_after == pytest.approx(7.4)
     for part in ("rollout[n0/0]", "25 of trainer", "iteration 4", "update, inference, trainer"):
         assert part in gain.counterfactual
 
 
-def test_a_move_that_lost_time_has_a_negative_gain():
+def test_a_move_that_lost_time_has_a_negative_gain() -> None:
     assert realized(ThroughputModel(), MOVE, outcome(observed_end_s=1.5)).adjusted_gain_s < 0
     with pytest.raises(TelemetryError, match="when the iteration is completed"):
         realized(ThroughputModel(), MOVE, outcome(observed_end_s=0.0))
 
 
-def test_measured_rates_replace_the_learned_ones_in_a_copy_only():
+def test_measured_rates_replace_the_learned_ones_in_a_copy_only() -> None:
     model = ThroughputModel()
     told = with_rates(model, RatesMeasured(turn_s=0.02, tail_s=1.0, tail_episodes=8, update_s=0.3))
     assert (told.turn_s.mean, told.update_s.mean) == (0.02, 0.3)
@@ -85,7 +88,7 @@ def test_measured_rates_replace_the_learned_ones_in_a_copy_only():
     assert told.follower_s.keys() == model.follower_s.keys()
 
 
-def test_the_counterfactual_is_what_the_simulation_does_without_the_move():
+def test_the_counterfactual_is_what_the_simulation_does_without_the_move() -> None:
     """Both branches are really run from the same state; the model sees only one of them."""
     ends = {}
     for moves in (False, True):

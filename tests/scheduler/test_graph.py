@@ -20,7 +20,7 @@ def graph() -> PipelineGraph:
     )
 
 
-def test_the_declared_pipeline_is_found_from_traffic():
+def test_the_declared_pipeline_is_found_from_traffic() -> None:
     pipeline = graph()
     pipeline.observe(dict.fromkeys(EDGES, 0), 0.0)
     assert pipeline.event().edges == ()
@@ -33,7 +33,7 @@ def test_the_declared_pipeline_is_found_from_traffic():
     assert pipeline.difference() == ""
 
 
-def test_traffic_that_was_not_declared_makes_the_graph_stale_only_when_it_lasts():
+def test_traffic_that_was_not_declared_makes_the_graph_stale_only_when_it_lasts() -> None:
     pipeline = graph()
     pipeline.observe({**dict.fromkeys(EDGES, 1), ("trainer", "reward"): 1}, 1.0)
     assert not pipeline.event().matches_declared
@@ -48,7 +48,7 @@ def test_traffic_that_was_not_declared_makes_the_graph_stale_only_when_it_lasts(
     assert not pipeline.stale, "the stray edge fell silent: the graph fits again"
 
 
-def test_a_declared_edge_that_falls_silent_is_noticed_while_others_go_on():
+def test_a_declared_edge_that_falls_silent_is_noticed_while_others_go_on() -> None:
     pipeline = graph()
     pipeline.observe(dict.fromkeys(EDGES, 1), 0.0)
     for second in range(1, 75):
@@ -61,7 +61,7 @@ def test_a_declared_edge_that_falls_silent_is_noticed_while_others_go_on():
     assert not pipeline.stale
 
 
-def test_a_pause_of_everything_and_counters_that_start_anew_are_no_difference():
+def test_a_pause_of_everything_and_counters_that_start_anew_are_no_difference() -> None:
     pipeline = graph()
     pipeline.observe(dict.fromkeys(EDGES, 50), 0.0)
     pipeline.observe(dict.fromkeys(EDGES, 50), 500.0)

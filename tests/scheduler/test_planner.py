@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -91,7 +92,13 @@ KINDS = ("rollout-shrink", "rollout-grow", "trainer-reshard", "combined")
 
 
 def run_job(
-    work, start: Topology, iterations: int, *, seed: int, plan: bool, costs_known: bool = False
+    work: simulation.Workload,
+    start: Topology,
+    iterations: int,
+    *,
+    seed: int,
+    plan: bool,
+    costs_known: bool = False,
 ) -> Run:
     """Run the simulated job, a window of 50 ms at a time, with or without the planner."""
     job = simulation.Job(work, start, seed)
@@ -135,7 +142,7 @@ LONG_TAIL = simulation.Workload(
 the work: a rank of its own slot at the tail pays."""
 
 
-def test_three_moves_an_iteration_in_the_right_order():
+def test_three_moves_an_iteration_in_the_right_order() -> None:
     """Pause at the tail, reshard to all slots when the rollout is done, go back for the next."""
     run = run_job(LONG_TAIL, START, 8, seed=2, plan=True, costs_known=True)
     shapes = {
@@ -164,7 +171,7 @@ def test_three_moves_an_iteration_in_the_right_order():
 
 
 @pytest.mark.parametrize("tool_s", [0.02, 0.05])
-def test_the_dynamic_schedule_beats_the_split_and_keeps_up_with_taking_turns(tool_s):
+def test_the_dynamic_schedule_beats_the_split_and_keeps_up_with_taking_turns(tool_s: float) -> None:
     work = simulation.Workload(tool_median_s=tool_s)
     split = run_job(work, simulation.topology([0], [1]), 7, seed=3, plan=False)
     turns = run_job(work, simulation.topology([0, 1], [0, 1]), 7, seed=3, plan=False)
@@ -176,7 +183,7 @@ def test_the_dynamic_schedule_beats_the_split_and_keeps_up_with_taking_turns(too
     assert medians[2] / medians[1] < 1.03
 
 
-def test_predictions_of_the_whole_iteration_come_true_once_it_has_learned():
+def test_predictions_of_the_whole_iteration_come_true_once_it_has_learned() -> None:
     run = run_job(simulation.Workload(), START, 8, seed=5, plan=True)
     ends = [
         (decision.move, run.walls[number] - at)
@@ -196,7 +203,7 @@ def test_predictions_of_the_whole_iteration_come_true_once_it_has_learned():
 # Properties of a decision
 
 
-def test_a_single_low_window_gives_nothing_away():
+def test_a_single_low_window_gives_nothing_away() -> None:
     planner = make_planner(2, thresholds=Thresholds(lasting_s=0.1))
     tail = progress(8, running=5, turns_left=16.0)
     assert planner.decide(None, START, tail, 10.0) is None
@@ -208,7 +215,7 @@ def test_a_single_low_window_gives_nothing_away():
     assert "rollout" in planner.deliberate(None, START, tail, 10.25).donors
 
 
-def test_without_outstanding_episodes_the_trainer_takes_all_slots():
+def test_without_outstanding_episodes_the_trainer_takes_all_slots() -> None:
     planner = make_planner(2)
     decision = planner.decide(
         None, simulation.topology([0], [1]), progress(0, left=26, running=0), 0.0
@@ -227,7 +234,7 @@ def test_without_outstanding_episodes_the_trainer_takes_all_slots():
     assert proposal.owed == {"rollout": 0, "inference": 26, "trainer": 26}
 
 
-def test_what_the_plan_forbids_is_rejected_with_the_reason():
+def test_what_the_plan_forbids_is_rejected_with_the_reason() -> None:
     state = simulation.topology([0], [1])
     now = progress(0, left=26, running=0)
     planner = make_planner(2, moves=MovePlan(allow=("pause",)))
@@ -245,7 +252,7 @@ def test_what_the_plan_forbids_is_rejected_with_the_reason():
     assert planner.decide(None, state, now, 6.0) is not None
 
 
-def test_the_same_decision_is_not_repeated_while_it_is_carried_out():
+def test_the_same_decision_is_not_repeated_while_it_is_carried_out() -> None:
     planner = make_planner(2)
     state, now = simulation.topology([0], [1]), progress(0, left=26, running=0)
     assert planner.decide(None, state, now, 0.0) is not None
@@ -255,7 +262,7 @@ def test_the_same_decision_is_not_repeated_while_it_is_carried_out():
     assert planner.decide(None, state, now, 1.5) is not None, "after a while it is tried again"
 
 
-def test_foreign_devices_and_missing_roles_are_named():
+def test_foreign_devices_and_missing_roles_are_named() -> None:
     planner = make_planner(2)
     with pytest.raises(PlanningError, match="none of the 2 devices"):
         planner.decide(None, simulation.topology([0], [7]), progress(8), 0.0)
@@ -274,7 +281,7 @@ PROGRESSES = st.builds(
 
 
 @st.composite
-def standing(draw, devices: int) -> Topology:
+def standing(draw: st.DrawFn, devices: int) -> Topology:
     rollout = draw(st.integers(1, devices))
     trainer = draw(st.sampled_from([1 << k for k in range(devices.bit_length() - 1)]))
     return simulation.topology(list(range(rollout)), list(range(devices - trainer, devices)))
@@ -283,8 +290,8 @@ def standing(draw, devices: int) -> Topology:
 @settings(deadline=None, max_examples=150)
 @given(st.data(), st.integers(2, 5), PROGRESSES, st.integers(0, 1))
 def test_whoever_owes_or_expects_work_keeps_a_replica_and_no_device_is_lost(
-    data, devices, now, lowest
-):
+    data: st.DataObject, devices: int, now: Progress, lowest: int
+) -> None:
     state = data.draw(standing(devices))
     planner = make_planner(devices, lowest=lowest)
     seen = planner.deliberate(None, state, now, 0.0)
@@ -313,7 +320,9 @@ def test_whoever_owes_or_expects_work_keeps_a_replica_and_no_device_is_lost(
 
 @settings(deadline=None, max_examples=100)
 @given(st.data(), st.integers(2, 4), PROGRESSES)
-def test_under_constant_windows_it_comes_to_rest(data, devices, now):
+def test_under_constant_windows_it_comes_to_rest(
+    data: st.DataObject, devices: int, now: Progress
+) -> None:
     """After a move the same progress leads to no way back, and soon to no move at all."""
     state = data.draw(standing(devices))
     planner, visited = make_planner(devices, thresholds=Thresholds(lasting_s=0.0)), [state]
@@ -331,7 +340,7 @@ def test_under_constant_windows_it_comes_to_rest(data, devices, now):
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(2, 5), PROGRESSES)
-def test_small_systems_are_enumerated_completely(devices, now):
+def test_small_systems_are_enumerated_completely(devices: int, now: Progress) -> None:
     state = simulation.topology([0], [devices - 1])
     planner = make_planner(devices)
     seen = planner.deliberate(None, state, now, 0.0)
@@ -353,7 +362,9 @@ def test_small_systems_are_enumerated_completely(devices, now):
     st.lists(st.integers(0, 2), min_size=4, max_size=4),
     st.integers(0, 9),
 )
-def test_margins_are_exact_for_concave_gains(works, lowest, budget):
+def test_margins_are_exact_for_concave_gains(
+    works: list[float], lowest: list[int], budget: int
+) -> None:
     """The allocation's total equals the best of all allocations, found by trying them all."""
     lowest = lowest[: len(works)]
     assume(budget >= sum(lowest))
@@ -362,7 +373,7 @@ def test_margins_are_exact_for_concave_gains(works, lowest, budget):
     assert sum(found) <= budget
     assert all(low <= count for low, count in zip(lowest, found, strict=True))
 
-    def total(counts) -> float:
+    def total(counts: Sequence[int]) -> float:
         pairs = zip(counts, lowest, margins, strict=True)
         return sum(float(margin[: count - low].sum()) for count, low, margin in pairs)
 
@@ -374,7 +385,7 @@ def test_margins_are_exact_for_concave_gains(works, lowest, budget):
     assert total(found) == pytest.approx(best)
 
 
-def test_a_gain_that_is_not_concave_and_a_budget_too_small_are_refused():
+def test_a_gain_that_is_not_concave_and_a_budget_too_small_are_refused() -> None:
     with pytest.raises(PlanningError, match="not concave"):
         allocate([np.array([1.0, 2.0])], [0], 1)
     with pytest.raises(PlanningError, match="at least 3"):
@@ -396,7 +407,7 @@ def large(devices: int) -> tuple[Planner, Topology]:
     return planner, Topology.of(placement)
 
 
-def test_a_large_system_takes_from_who_has_nothing_to_do_and_stays_inside_the_devices():
+def test_a_large_system_takes_from_who_has_nothing_to_do_and_stays_inside_the_devices() -> None:
     planner, state = large(64)
     now = Progress(
         iteration=0, elapsed_s=0.0, episodes=2048, outstanding=2048, running=128, waiting=1920,
@@ -417,7 +428,9 @@ def test_a_large_system_takes_from_who_has_nothing_to_do_and_stays_inside_the_de
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 8), st.integers(0, 8), st.sampled_from([1, 2, 4, 8]), st.integers(1, 8))
-def test_placing_keeps_what_stays_and_grows_on_its_own_node(rollout, reward, trainer, more):
+def test_placing_keeps_what_stays_and_grows_on_its_own_node(
+    rollout: int, reward: int, trainer: int, more: int
+) -> None:
     roles = Roles()
     names = [f"n{k // 4}/{k % 4}" for k in range(16)]
     layout = Layout([Device(name=n) for n in names], {}, roles)
@@ -440,7 +453,7 @@ def test_placing_keeps_what_stays_and_grows_on_its_own_node(rollout, reward, tra
     assert layout.place(after, counts) == after
 
 
-def test_growth_prefers_the_own_node_and_replicas_of_several_devices_stay_on_one():
+def test_growth_prefers_the_own_node_and_replicas_of_several_devices_stay_on_one() -> None:
     roles = Roles()
     names = [f"n{k // 4}/{k % 4}" for k in range(16)]
     layout = Layout([Device(name=n) for n in names], {}, roles)
@@ -452,7 +465,7 @@ def test_growth_prefers_the_own_node_and_replicas_of_several_devices_stay_on_one
     pair = Topology.of({"rollout": [], "inference": ["n3/3"], "trainer": ["n3/3"]})
     wide = pair.components | {
         "rollout": (
-            simulation.Topology.of({"r": ["n0/0"]})
+            Topology.of({"r": ["n0/0"]})
             .components["r"][0]
             .model_copy(update={"devices": ("n0/0", "n0/1"), "tensor_parallel": 2}),
         )
@@ -464,7 +477,7 @@ def test_growth_prefers_the_own_node_and_replicas_of_several_devices_stay_on_one
     assert grown.replicas("rollout")[1].tensor_parallel == 2
 
 
-def test_kinds_of_move_have_names_of_their_components():
+def test_kinds_of_move_have_names_of_their_components() -> None:
     roles = Roles()
     cases = {
         ((0, 1), (1,), (0,), (1,)): "rollout-shrink",

@@ -14,11 +14,13 @@ from shiftbook.scheduler.errors import RequestError
 from shiftbook.scheduler.routing import TurnQueue, urgency
 
 
-def put(queue: TurnQueue, key: str, *, calls: int = 0, cached: int = 0, now_s: float = 0.0) -> None:
+def put(
+    queue: TurnQueue[str, str], key: str, *, calls: int = 0, cached: int = 0, now_s: float = 0.0
+) -> None:
     queue.put(key, key.upper(), tool_calls_done=calls, cached_tokens=cached, now_s=now_s)
 
 
-def test_completed_calls_go_first_then_the_cached_prefix_then_the_first_come():
+def test_completed_calls_go_first_then_the_cached_prefix_then_the_first_come() -> None:
     queue: TurnQueue[str, str] = TurnQueue()
     put(queue, "fresh")
     put(queue, "cached", cached=40)
@@ -31,7 +33,7 @@ def test_completed_calls_go_first_then_the_cached_prefix_then_the_first_come():
     assert len(queue) == 0
 
 
-def test_waiting_counts_as_completed_calls():
+def test_waiting_counts_as_completed_calls() -> None:
     queue: TurnQueue[str, str] = TurnQueue(ageing_s=2.0, max_wait_s=1_000.0)
     put(queue, "old", calls=0, now_s=0.0)
     put(queue, "new", calls=2, now_s=3.9)
@@ -39,7 +41,7 @@ def test_waiting_counts_as_completed_calls():
     assert [key for key, _ in queue.take(3, 4.1)] == ["new", "old", "newer"]
 
 
-def test_a_request_past_the_maximal_wait_goes_before_every_younger_one():
+def test_a_request_past_the_maximal_wait_goes_before_every_younger_one() -> None:
     queue: TurnQueue[str, str] = TurnQueue(ageing_s=1e9, max_wait_s=5.0)
     put(queue, "starved", now_s=0.0)
     for index in range(20):
@@ -49,7 +51,7 @@ def test_a_request_past_the_maximal_wait_goes_before_every_younger_one():
     assert queue.oldest_wait_s(5.1) == pytest.approx(4.09)
 
 
-def test_a_request_handed_back_keeps_its_age():
+def test_a_request_handed_back_keeps_its_age() -> None:
     queue: TurnQueue[str, str] = TurnQueue(ageing_s=1.0)
     put(queue, "a", now_s=0.0)
     ((key, item),) = queue.take(1, 0.0)
@@ -58,7 +60,7 @@ def test_a_request_handed_back_keeps_its_age():
     assert [k for k, _ in queue.take(2, 3.0)] == ["a", "b"]
 
 
-def test_bad_input_is_named():
+def test_bad_input_is_named() -> None:
     queue: TurnQueue[str, str] = TurnQueue()
     put(queue, "a")
     with pytest.raises(RequestError, match="waits already"):
@@ -87,7 +89,9 @@ STEPS = st.lists(
 
 @settings(deadline=None, max_examples=200)
 @given(STEPS, st.floats(0.01, 3.0))
-def test_the_queue_equals_a_list_that_is_sorted_anew(steps, pace_s):
+def test_the_queue_equals_a_list_that_is_sorted_anew(
+    steps: list[tuple[str, int, int]], pace_s: float
+) -> None:
     """Conservation and order against a model: each request leaves once, in the declared order."""
     queue: TurnQueue[int, int] = TurnQueue(ageing_s=2.0, max_wait_s=6.0)
     model: dict[int, tuple[float, int, float]] = {}

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import pytest
 
+from shiftbook.ledger.events.reallocation import ReallocationQuiesced
+from shiftbook.ledger.events.training import UpdateApplied
+from tests.scheduler.conftest import OnRay
 from tests.scheduler.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 MOVE_SEED = 20261
 
 
-def test_every_schedule_gives_the_same_samples_and_the_same_policy(on_ray) -> None:
+def test_every_schedule_gives_the_same_samples_and_the_same_policy(on_ray: OnRay) -> None:
     print(f"seed of the random moves: {MOVE_SEED}")
     size = {"iterations": 4}
     on_ray.run("one-one", slots=2, schedule="static", **size)
@@ -37,21 +40,24 @@ def test_every_schedule_gives_the_same_samples_and_the_same_policy(on_ray) -> No
     custody = [
         handed
         for stored in on_ray.ledger.read(job="random", types={"ReallocationQuiesced"})
-        for handed in stored.parsed().custody
+        if isinstance(event := stored.parsed(), ReallocationQuiesced)
+        for handed in event.custody
     ]
     assert any(handed.partial_tokens for handed in custody), "no move met an unfinished turn"
 
     ranks = [
-        stored.parsed().virtual_ranks
+        event.virtual_ranks
         for stored in on_ray.ledger.read(job="phases", types={"UpdateApplied"})
+        if isinstance(event := stored.parsed(), UpdateApplied)
     ]
+    assert ranks
     for places in ranks:
         assert [place.virtual_rank for place in places] == [0, 1, 2, 3]
         assert len({place.pid for place in places}) == 4
         assert {place.device for place in places} == set(on_ray.devices)
 
 
-def test_a_warm_process_without_a_device_holds_nothing(on_ray) -> None:
+def test_a_warm_process_without_a_device_holds_nothing(on_ray: OnRay) -> None:
     on_ray.run("short", slots=2, schedule="static", iterations=1)
     for replica, status in on_ray.statuses().items():
         assert status["state"] == "idle", replica

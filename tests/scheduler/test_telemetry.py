@@ -14,7 +14,7 @@ from shiftbook.scheduler.errors import TelemetryError
 from shiftbook.scheduler.telemetry import Counters, WindowAggregator
 
 
-def test_a_window_has_rates_and_shares():
+def test_a_window_has_rates_and_shares() -> None:
     windows = WindowAggregator("a", length_s=1.0)
     base = {
         "rollout": Counters(
@@ -44,7 +44,7 @@ def test_a_window_has_rates_and_shares():
     assert (seen.queue, seen.running, seen.waiting, seen.remaining) == (7, 9, 2, 50)
 
 
-def test_a_replaced_worker_counts_from_zero():
+def test_a_replaced_worker_counts_from_zero() -> None:
     windows = WindowAggregator("a", length_s=1.0)
     windows.add(0.0, 0, 0, {"trainer": Counters(1, 100, 50.0)})
     window = windows.add(1.0, 1, 0, {"trainer": Counters(1, 3, 0.5)})
@@ -53,7 +53,7 @@ def test_a_replaced_worker_counts_from_zero():
     assert window.components["trainer"].busy_share == pytest.approx(0.5)
 
 
-def test_no_window_spans_an_iteration_or_a_clock_that_jumps_back():
+def test_no_window_spans_an_iteration_or_a_clock_that_jumps_back() -> None:
     windows = WindowAggregator("a", length_s=1.0)
     windows.add(0.0, 0, 0, {"trainer": Counters(1, 0, 0.0)})
     windows.add(0.9, 0, 0, {"trainer": Counters(1, 9, 0.0)})
@@ -65,7 +65,7 @@ def test_no_window_spans_an_iteration_or_a_clock_that_jumps_back():
     assert windows.add(1.0, 0, 1, {"trainer": Counters(1, 23, 0.0)}) is None
 
 
-def test_a_component_that_appears_is_counted_from_then_on():
+def test_a_component_that_appears_is_counted_from_then_on() -> None:
     windows = WindowAggregator("a", length_s=1.0)
     windows.add(0.0, 0, 0, {})
     windows.add(0.5, 0, 0, {"trainer": Counters(1, 1_000, 9.0)})
@@ -79,7 +79,7 @@ def test_a_component_that_appears_is_counted_from_then_on():
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0.01, 0.4), st.integers(0, 9), st.integers(1, 4)), min_size=1))
-def test_nothing_is_counted_twice_or_lost(steps):
+def test_nothing_is_counted_twice_or_lost(steps: list[tuple[float, int, int]]) -> None:
     windows = WindowAggregator("a", length_s=1.0)
     now_s, units, busy_s, counted, opened = 0.0, 0, 0.0, 0.0, 0
     windows.add(now_s, 0, 0, {"x": Counters(1, 0, 0.0)})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,9 +32,9 @@ def topology(rollout: int, trainer: int, shared: int = 0) -> Topology:
     return Topology.of({"rollout": first, "inference": last, "trainer": last, "tool": []})
 
 
-def progress(outstanding: int = 256, *, left: int = 32, **other) -> Progress:
+def progress(outstanding: int = 256, *, left: int = 32, **other: Any) -> Progress:
     incomplete = min(left, -(-outstanding // 8))
-    settings_ = {
+    settings_: dict[str, Any] = {
         "iteration": 0,
         "elapsed_s": 0.0,
         "episodes": 256,
@@ -47,7 +48,9 @@ def progress(outstanding: int = 256, *, left: int = 32, **other) -> Progress:
     return Progress(**(settings_ | other))
 
 
-def window(name: str, *, units: float, busy: float, replicas: int = 1, running: int = 0):
+def window(
+    name: str, *, units: float, busy: float, replicas: int = 1, running: int = 0
+) -> WindowObserved:
     return WindowObserved(
         attempt="a",
         iteration=0,
@@ -69,14 +72,14 @@ def window(name: str, *, units: float, busy: float, replicas: int = 1, running: 
 # Estimates
 
 
-def test_the_t_quantile_is_near_the_tabulated_one():
+def test_the_t_quantile_is_near_the_tabulated_one() -> None:
     tabulated = {2: 1.8856, 3: 1.6377, 5: 1.4759, 10: 1.3722, 30: 1.3104, 1_000: 1.2824}
     for degrees, value in tabulated.items():
         assert t_quantile_80(degrees) == pytest.approx(value, rel=0.03)
     assert t_quantile_80(1) == pytest.approx(3.078, rel=0.09)
 
 
-def test_an_interval_holds_the_share_that_it_says():
+def test_an_interval_holds_the_share_that_it_says() -> None:
     """80 % of the next observations fall inside, over many short histories."""
     rng, inside, total = random.Random(11), 0, 0
     for _ in range(400):
@@ -90,7 +93,7 @@ def test_an_interval_holds_the_share_that_it_says():
     assert 0.72 <= inside / total <= 0.93
 
 
-def test_an_estimate_forgets_and_a_limit_tames_a_stray_one():
+def test_an_estimate_forgets_and_a_limit_tames_a_stray_one() -> None:
     estimate = Estimate(1.0, 0.1, forget=0.8)
     for _ in range(30):
         estimate.observe(1.0)
@@ -110,7 +113,7 @@ def test_an_estimate_forgets_and_a_limit_tames_a_stray_one():
 # What it learns
 
 
-def test_seconds_per_unit_come_from_busy_time_and_units():
+def test_seconds_per_unit_come_from_busy_time_and_units() -> None:
     model = ThroughputModel()
     for _ in range(20):
         model.observe(window("trainer", units=20, busy=0.8, replicas=2))
@@ -118,7 +121,7 @@ def test_seconds_per_unit_come_from_busy_time_and_units():
     assert model.version == 20
 
 
-def test_units_longer_than_a_window_are_gathered_until_there_are_enough():
+def test_units_longer_than_a_window_are_gathered_until_there_are_enough() -> None:
     model = ThroughputModel()
     for _ in range(3):
         for units in (0, 0, 0, 1):
@@ -129,7 +132,7 @@ def test_units_longer_than_a_window_are_gathered_until_there_are_enough():
     assert model.version == 1
 
 
-def test_a_source_is_judged_by_full_lanes_only():
+def test_a_source_is_judged_by_full_lanes_only() -> None:
     model = ThroughputModel()
     for _ in range(20):
         model.observe(window("rollout", units=40, busy=1.0, running=5), lanes=8)
@@ -139,7 +142,7 @@ def test_a_source_is_judged_by_full_lanes_only():
     assert model.turn_s.mean == pytest.approx(0.02, rel=0.05)
 
 
-def test_moves_iterations_and_progress_are_learned():
+def test_moves_iterations_and_progress_are_learned() -> None:
     model = ThroughputModel()
     for _ in range(20):
         model.observe_move("trainer-reshard", 0.3)
@@ -174,7 +177,7 @@ def certain() -> ThroughputModel:
     )  # fmt: skip
 
 
-def test_the_end_equals_a_hand_calculation():
+def test_the_end_equals_a_hand_calculation() -> None:
     model = certain()
     done = progress(0, left=20, running=0, groups_incomplete=0)
     # 20 groups x (0.02 + 0.02) s on one replica, then 0.1 s of update.
@@ -195,14 +198,14 @@ def test_the_end_equals_a_hand_calculation():
     assert shared.throughput == pytest.approx(256 / shared.mean_s)
 
 
-def test_a_group_is_not_divided_among_replicas():
+def test_a_group_is_not_divided_among_replicas() -> None:
     model = certain()
     one = progress(0, left=1, running=0, groups_incomplete=0)
     ends = [model.predict_end(topology(1, t), one).mean_s for t in (1, 2, 4)]
     assert ends == pytest.approx([0.14] * 3, rel=1e-3)
 
 
-def test_a_rank_that_waits_for_the_source_keeps_its_share():
+def test_a_rank_that_waits_for_the_source_keeps_its_share() -> None:
     """Two ranks, one on the source's device: what the free one does is no help to the other."""
     model = certain()
     tail = progress(8, left=32, turns_left=20.0, running=8)
@@ -216,7 +219,9 @@ def test_a_rank_that_waits_for_the_source_keeps_its_share():
     st.integers(0, 256), st.integers(0, 32), st.integers(1, 6), st.sampled_from([1, 2, 4]),
     st.floats(0.02, 3.0), st.floats(0.1, 1.0),
 )  # fmt: skip
-def test_more_replicas_never_end_later_at_no_cost(outstanding, left, rollout, trainer, tail, share):
+def test_more_replicas_never_end_later_at_no_cost(
+    outstanding: int, left: int, rollout: int, trainer: int, tail: float, share: float
+) -> None:
     model = ThroughputModel(priors=Priors(tail_s=tail, lane_share=share))
     now = progress(outstanding, left=max(left, -(-outstanding // 8)))
     end = model.predict_end(topology(rollout, trainer), now).mean_s
@@ -228,7 +233,7 @@ def test_more_replicas_never_end_later_at_no_cost(outstanding, left, rollout, tr
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 255), st.floats(1.0, 500.0), st.integers(1, 31))
-def test_more_work_never_ends_sooner(outstanding, turns, left):
+def test_more_work_never_ends_sooner(outstanding: int, turns: float, left: int) -> None:
     model = ThroughputModel()
     here = progress(outstanding, turns_left=turns, left=left, groups_incomplete=0)
     more_turns = dataclasses.replace(here, turns_left=turns * 1.5)
@@ -245,8 +250,8 @@ def test_more_work_never_ends_sooner(outstanding, turns, left):
     st.floats(10.0, 1_000.0), st.floats(0.001, 5.0),
 )  # fmt: skip
 def test_the_source_is_never_faster_than_its_work_at_full_rate(
-    turns, episodes, replicas, rate, tail
-):
+    turns: float, episodes: int, replicas: int, rate: float, tail: float
+) -> None:
     turns = max(turns, float(episodes))
     one = np.ones(1)
     draws = Draws(rate * one, tail * one, turns * one, 2.0 * one, 0.7 * one, one)
@@ -256,7 +261,7 @@ def test_the_source_is_never_faster_than_its_work_at_full_rate(
     assert np.all(times >= turns / (counts[:, 0] * rate) - 1e-9)
 
 
-def test_followers_with_devices_of_their_own_count_too():
+def test_followers_with_devices_of_their_own_count_too() -> None:
     model = certain()
     place = Topology(
         components={
@@ -270,12 +275,12 @@ def test_followers_with_devices_of_their_own_count_too():
     assert prediction.bottleneck == "reward"
 
 
-def test_tools_are_the_bottleneck_where_episodes_mostly_wait_for_them():
+def test_tools_are_the_bottleneck_where_episodes_mostly_wait_for_them() -> None:
     model = ThroughputModel(priors=Priors(lane_share=0.2, tail_s=2.0))
     assert model.predict_end(topology(2, 1), progress(10, left=2)).bottleneck == "tool"
 
 
-def test_every_prediction_is_scored():
+def test_every_prediction_is_scored() -> None:
     model = ThroughputModel()
     assert model.calibration is None
     prediction = model.predict_end(topology(1, 1), progress())
@@ -288,7 +293,7 @@ def test_every_prediction_is_scored():
     assert model.bias_s > 0
 
 
-def test_progress_that_cannot_be_is_refused():
+def test_progress_that_cannot_be_is_refused() -> None:
     with pytest.raises(PlanningError, match="at most 256"):
         progress(300)
     with pytest.raises(PlanningError, match="at least 0"):
