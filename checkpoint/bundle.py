@@ -14,6 +14,10 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.serialization import get_crc32_options, set_crc32_options
+
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed
 from shiftbook.checkpoint.manifest import (
@@ -40,9 +44,6 @@ from shiftbook.checkpoint.shelf import (
     shelf_lock,
     sync_path,
 )
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.serialization import get_crc32_options, set_crc32_options
 
 __all__ = [
     "SavedBundle",

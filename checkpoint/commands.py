@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import click
+
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.manifest import BundleManifest, check_files, load_manifest, plain
 from shiftbook.checkpoint.shelf import find_bundle, list_bundles

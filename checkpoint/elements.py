@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shiftbook.checkpoint.errors import FingerprintError, UnsupportedTensor
 from shiftbook.checkpoint.positions import ITEM_BYTES
 

@@ -52,6 +52,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
 from shiftbook.checkpoint.compare import check_hex, root
 from shiftbook.checkpoint.elements import Runs, contiguous_blocks, element_view
 from shiftbook.checkpoint.errors import FingerprintError, IncompleteFingerprint

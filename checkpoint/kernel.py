@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numba
 import numpy as np
+
 from shiftbook.checkpoint.positions import GAMMA, KEY, MIX_1, MIX_2
 
 _U64 = np.uint64

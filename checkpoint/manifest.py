@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import ManifestInvalid, PartDamaged, PartMissing
 from shiftbook.ledger import canonical

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
 from shiftbook.checkpoint.compare import FingerprintMap
 from shiftbook.checkpoint.errors import BundleError, PartDamaged, PartMismatch, PartMissing
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
@@ -25,8 +28,6 @@ from shiftbook.checkpoint.manifest import (
     sha256_ranges,
 )
 from shiftbook.checkpoint.shared_parts import read_safetensors
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 
 def restore_bundle(

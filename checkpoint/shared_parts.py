@@ -8,6 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor
+
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed, PartDamaged
 from shiftbook.checkpoint.fingerprint import fingerprint, fingerprint_tensors
@@ -19,7 +21,6 @@ from shiftbook.checkpoint.manifest import (
     sha256_ranges,
 )
 from shiftbook.checkpoint.shelf import BUNDLE_PREFIX, shelf_lock, sync_path
-from torch import Tensor
 
 _SHARED_FOLDER = "shared"
 

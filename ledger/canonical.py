@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 import orjson
+
 from shiftbook.ledger.errors import InvalidEvent
 
 MAX_EVENT_BYTES = 60_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
 from shiftbook.ledger.errors import InvalidEvent
 
 Hex128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]

@@ -468,9 +468,6 @@ class _Loop:
                 if self._handle is None:
                     self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
                 return ray.get(getattr(self._handle, method).remote(*arguments), timeout=30)
-            except TypeError as e:
-                m = getattr(self._handle, method)
-                raise WorkerError(f"DEBUG {method} {arguments} {vars(m)} {self._handle}") from e
             except (ray.exceptions.RayActorError, ValueError):
                 self._handle = None
                 if last:
