@@ -27,7 +27,7 @@ from shiftbook.scheduler.supervision import Brought
 from shiftbook.scheduler.workers.transfer import offer
 
 MOVE_LIMIT_S = 60.0
-LOOK_AGAIN_S = 0.02
+LOOK_AGAIN_S = 0.05
 ENCODING = "full"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from shiftbook.ledger.errors import StaleGrant
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.topology import Topology
-from tests.scheduler.test_faults import in_training, propose
+from tests.scheduler.test_faults import in_training, propose, propose_until
 from tests.scheduler.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -123,9 +124,16 @@ def test_a_stopped_controller_that_goes_on_can_do_nothing(on_ray: Any) -> None:
     after = Topology.of(
         {"rollout": [first_slot], "tool": [], "inference": [last_slot], "trainer": [last_slot]}
     )
-    operation = propose(on_ray, job, after)
     ray.get(running.controller.resume.remote(), timeout=30)
-    until(lambda: on_ray.ledger.state().job(job).operations[operation].status == "quiesced", 90)
+
+    def stopped() -> bool:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1]
+        return state.split()[0] == "T"
+
+    propose_until(on_ray, job, after, stopped)
+    # The controller may have been stopped in a move of its own, which serves as well.
+    operation = on_ray.ledger.state().job(job).open_operation
+    assert on_ray.ledger.state().job(job).operations[operation].status == "quiesced"
     outcomes = recover(on_ray.ledger, job, open_mover(on_ray.ledger, job), by="test")
     assert [(o.operation, o.ended) for o in outcomes] == [(operation, "rolled_back")]
     size = on_ray.ledger.head().size
