@@ -46,9 +46,6 @@ LAYOUT = 1
 BATCH_EVENTS = 50_000
 """Events taken in at once: bounds the memory, about 100 MB at 1 kB an event."""
 
-COLUMNAR_EVENTS = 2_000
-"""From this many events on, loading the columnar reader pays for itself."""
-
 LOCK_TIMEOUT_S = 60.0
 """Longest wait for another process that builds the mirror."""
 
@@ -276,12 +273,10 @@ def event_batches(ledger: Ledger, after: int, until: int) -> Iterator[pa.Table]:
     start = after
     while start < until:
         stop = min(start + BATCH_EVENTS, until)
-        path = ledger.path
-        if path and stop - start >= COLUMNAR_EVENTS and os.access(path.parent, os.W_OK):
-            batch = _columnar(path, start, stop)
-        else:
-            data = [row.data for row in ledger.rows(start, until=stop)]
-            batch = pa.table({"data": _texts(data)})
+        # Through the ledger's own connection: a second SQLite library in one process, such as a
+        # columnar reader brings, drops the locks of the first when it closes the file.
+        data = [row.data for row in ledger.rows(start, until=stop)]
+        batch = pa.table({"data": _texts(data)})
         if batch.num_rows != stop - start:
             raise NotALedger(
                 f"expected {stop - start} events after position {start}, found {batch.num_rows}; "
@@ -299,23 +294,6 @@ def _texts(data: list[bytes]) -> pa.Array:
             f"expected events in UTF-8, found one that is not ({error}); "
             "`shiftbook verify` says which"
         ) from error
-
-
-def _columnar(path: Path, after: int, until: int) -> pa.Table:
-    """Stored events of an SQLite file as a column, without a Python object for each.
-
-    The connection cannot write, so it never checkpoints: that is the writers' own, under a lock.
-    """
-    from adbc_driver_sqlite import dbapi
-
-    sql = (
-        "SELECT CAST(data AS TEXT) AS data FROM events "
-        "WHERE position > ? AND position <= ? ORDER BY position"
-    )
-    uri = f"{path.absolute().as_uri()}?mode=ro"
-    with dbapi.connect(uri) as connection, connection.cursor() as cursor:
-        cursor.execute(sql, (after, until))
-        return cursor.fetch_arrow_table()
 
 
 def _load_segments(connection: duckdb.DuckDBPyConnection, ledger: Ledger) -> None:

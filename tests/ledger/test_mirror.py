@@ -204,18 +204,6 @@ def test_only_new_events_are_read_again(sample: Ledger, monkeypatch: pytest.Monk
     assert asked == [size - 1]
 
 
-def test_columnar_reading_gives_the_same_bytes(
-    sample: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = [batch.column("data").to_pylist() for batch in event_batches(sample, -1, 99)]
-    monkeypatch.setattr("shiftbook.ledger.mirror.COLUMNAR_EVENTS", 1)
-    monkeypatch.setattr("shiftbook.ledger.mirror.BATCH_EVENTS", 40)
-    columnar = [batch.column("data").to_pylist() for batch in event_batches(sample, -1, 99)]
-    assert [len(part) for part in columnar] == [40, 40, 20]
-    assert [text for part in columnar for text in part] == plain[0]
-    assert plain[0] == [event.data.decode() for event in sample.read(until=99)]
-
-
 def test_another_ledger_under_the_same_name_is_mirrored_anew(tmp_path: Path) -> None:
     path = tmp_path / "ledger.db"
     with write_sample(path, schedules=("static",)) as ledger, Mirror.open(ledger) as mirror:
