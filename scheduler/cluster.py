@@ -139,18 +139,37 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
     temp_dir = Path(tempfile.mkdtemp(prefix="sb-", dir="/tmp"))
     token_path = token_file()
     port = _free_port()
+    _ray_start(
+        [
+            "--head",
+            f"--port={port}",
+            "--include-dashboard=false",
+            f"--temp-dir={temp_dir / 'ray'}",
+        ],
+        slots,
+        node,
+        token_path,
+    )
+    return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
+
+
+def start_node(cluster: ClusterFile, slots: int, *, node: str) -> None:
+    """Add a raylet with ``slots`` slots, named ``node``, to a running cluster, on this machine."""
+    options = [f"--address={cluster.address}"]
+    _ray_start(options, slots, node, Path(cluster.token_path))
+
+
+def _ray_start(options: list[str], slots: int, node: str, token_path: Path) -> None:
+    """``ray start`` with what head and nodes have in common; ClusterError when it fails."""
     resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{node}": 1}
     command = [
         str(Path(sys.executable).with_name("ray")),
         "start",
-        "--head",
         "--node-ip-address=127.0.0.1",
-        f"--port={port}",
-        "--include-dashboard=false",
+        *options,
         f"--num-cpus={max(slots, 2) + 8}",
         "--num-gpus=0",
         f"--resources={json.dumps(resources)}",
-        f"--temp-dir={temp_dir / 'ray'}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--disable-usage-stats",
     ]
@@ -168,13 +187,12 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
         )
     except subprocess.TimeoutExpired as error:
         raise ClusterError(
-            f"expected a Ray head within {START_LIMIT_S:.0f} s, found none; "
+            f"expected a Ray node within {START_LIMIT_S:.0f} s, found none; "
             "free some memory, or stop other clusters with `ray stop`"
         ) from error
     if done.returncode != 0:
         tail = done.stdout.decode(errors="replace").strip().splitlines()[-3:]
-        raise ClusterError(f"the Ray head did not start: {' / '.join(tail)}")
-    return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
+        raise ClusterError(f"the Ray node {node} did not start: {' / '.join(tail)}")
 
 
 def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:
