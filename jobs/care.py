@@ -52,6 +52,10 @@ class Care:
         threading.Thread(target=self._watch, daemon=True).start()
         threading.Thread(target=self._notice_ended_moves, daemon=True).start()
 
+    def await_workers(self) -> None:
+        """Wait until every process is there and attached, those that are being restarted too."""
+        self._supervisor.living()
+
     def repair(
         self,
         topology: Topology,

@@ -166,6 +166,14 @@ class TrainingLoop:
         """The move is over, one way or another."""
         self._way.end_move(operation, Topology.model_validate(topology), stalls, committed)
 
+    def await_workers(self) -> None:
+        """Wait until every worker process is there and serves the job."""
+        self._care.await_workers()
+
+    def train_again(self) -> None:
+        """Every group of the iteration goes to the trainer again."""
+        self._desk.train_again()
+
     def repair(
         self, topology: dict[str, Any], move: Grant | None = None, forward: bool = False
     ) -> None:

@@ -79,7 +79,12 @@ class Standing:
                 "fingerprints": {f"model/{k}": v for k, v in published.prints.items()},
             }
         if component == "trainer":
-            return {"store": self._rendezvous(), "bundle": self.bundle_path}
+            parts = self.saved.parts
+            return {
+                "store": self._rendezvous(),
+                "bundle": self.bundle_path,
+                "fingerprints": {n: v for n, v in parts.items() if n != "reference"},
+            }
         if component == "inference":
             return {"fingerprints": self.reference_prints}
         return {}

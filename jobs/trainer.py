@@ -134,6 +134,7 @@ class TrainerWorker:
         if "bundle" in payload:
             state, moved = self._from_bundle(layout, group, accumulator, Path(payload["bundle"]))
             parts = {"bundle": moved}
+            self._loaded_after = "move" if payload.get("reboot") else "restore"
         else:
             state, parts = self._from_snapshots(layout, group, accumulator, payload["snapshots"])
         self._incoming = state
@@ -168,7 +169,6 @@ class TrainerWorker:
             layout=layout,
             group=group,
         )
-        self._loaded_after = "restore"
         return state, size
 
     def _from_snapshots(

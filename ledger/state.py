@@ -442,6 +442,12 @@ def _committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Ev
     if operation is not None:
         job.previous_topology = operation.before
         job.topology = event.after
+        placed = {replica.name for _, replica in event.after.walk()}
+        job.replicas = {
+            name: replica
+            for name, replica in job.replicas.items()
+            if name in placed or not replica.devices
+        }
         job.last_move_ns = stored.recorded_ns
         job.last_move_position = stored.position
 

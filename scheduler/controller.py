@@ -180,7 +180,7 @@ class Controller:
         try:
             grant = self._gate.grant(self._job, operation, mover=MOVER)
             known = self._ledger.state().job(self._job).operations[operation]
-            report: Report = runner.run(grant, known.before, known.after)
+            report: Report = runner.run(grant, known.before, known.after, known.strategy)
         except Rejected as error:
             policy.refused(error)
         except (MoveFailed, GateError) as error:

@@ -55,6 +55,14 @@ class LoopClient:
         """Say where the job stands now."""
         self.call("end_move", operation, topology.model_dump(), dict(stalls), committed)
 
+    def await_workers(self) -> None:
+        """Wait until every process is there again and serves the job."""
+        self.call("await_workers")
+
+    def train_again(self) -> None:
+        """Let every group of the iteration go to the trainer again."""
+        self.call("train_again")
+
     def repair(
         self, topology: Topology, move: Grant | None = None, *, forward: bool = False
     ) -> None:

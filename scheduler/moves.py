@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import GateError, LedgerUnreachable, ShiftbookError
+from shiftbook.ledger.events.life import ReplicaStarted
 from shiftbook.ledger.events.reallocation import Custody, Strategy
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
@@ -25,8 +27,8 @@ from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.mover import LoopClient, RayMover
 from shiftbook.scheduler.workers.component import Layout, Loaded
 
-FIRST_UNIT_LIMIT_S = 0.4
-"""How long a move waits for the first unit of work after it, to say how long the stall was."""
+RESHARDED = frozenset({"trainer"})
+"""Components whose replicas hold parts of one state."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Change:
 
 
 def changes(
-    before: Topology, after: Topology, resharded: frozenset[str] = frozenset({"trainer"})
+    before: Topology, after: Topology, resharded: frozenset[str] = RESHARDED
 ) -> list[Change]:
     """Components that a move touches, in the order of the topology after."""
     found = []
@@ -70,6 +72,26 @@ def changes(
                 resharded=component in resharded,
             )
         )
+    return found
+
+
+def rebooted(before: Topology, after: Topology) -> list[Change]:
+    """Components that a reboot touches, all their replicas; every one where nothing changes."""
+    names = [c.component for c in changes(before, after)] or list(after.components)
+    found = []
+    for component in names:
+        was = [r.name for r in before.replicas(component)]
+        will = [r.name for r in after.replicas(component)]
+        if was or will:
+            found.append(
+                Change(
+                    component,
+                    leaving=tuple(r for r in was if r not in will),
+                    arriving=tuple(r for r in will if r not in was),
+                    staying=tuple(r for r in will if r in was),
+                    resharded=True,
+                )
+            )
     return found
 
 
@@ -103,14 +125,20 @@ class MoveRunner:
         self.at_boundary: Any = None
         """Called with the name of each boundary that was passed; tests stop the process there."""
 
-    def run(self, grant: Grant, before: Topology, after: Topology) -> Report:
-        """Carry a granted move out. Raises MoveFailed after it was rolled back or abandoned."""
-        touched = changes(before, after)
+    def run(
+        self, grant: Grant, before: Topology, after: Topology, strategy: Strategy | None = None
+    ) -> Report:
+        """Carry a granted move out. Raises MoveFailed after it was rolled back or abandoned.
+
+        ``strategy`` is the one that was proposed; pause and reshard follow from the topologies.
+        """
+        reboot = strategy == "reboot"
+        touched = rebooted(before, after) if reboot else changes(before, after)
         if not self._loop.begin_move(grant.operation, [c.component for c in touched]):
             self._gate.abandon(grant.job, grant.operation, "the trainer is in its update")
             raise MoveFailed(f"{grant.operation}: abandoned, the trainer is in its update")
         try:
-            report = self._steps(grant, after, touched)
+            report = self._steps(grant, after, touched, reboot)
         except LedgerUnreachable:
             # Nothing may move now, and nothing can be written. The processes stand still until
             # the ledger is back, when recovery ends the move.
@@ -126,7 +154,9 @@ class MoveRunner:
         if self.at_boundary is not None:
             self.at_boundary(boundary)
 
-    def _steps(self, grant: Grant, after: Topology, touched: Sequence[Change]) -> Report:
+    def _steps(
+        self, grant: Grant, after: Topology, touched: Sequence[Change], reboot: bool
+    ) -> Report:
         began_s = time.monotonic()
         self._passed("granted")
         stopped = self._quiesce(grant, touched)
@@ -144,7 +174,9 @@ class MoveRunner:
         lost = sum(answer["replay_tokens"] for answer in stopped.values())
         self._gate.quiesced(grant, custody, kv_tokens_lost=lost, quiesce_s=quiesced_s - began_s)
         self._passed("quiesced")
-        before_prints, after_prints, parts = self._transfer(grant, after, touched)
+        if reboot:
+            self._restart(touched)
+        before_prints, after_prints, parts = self._transfer(grant, after, touched, reboot)
         requests = sum(answer["moved_bytes"] for answer in stopped.values())
         if requests:
             parts["requests"] = requests
@@ -155,8 +187,9 @@ class MoveRunner:
         self._passed("transferred")
         self._gate.verified(grant, before_prints, after_prints)
         self._passed("verified")
-        self._resume(grant, touched)
-        stalls = self._stalls(touched, stopped, quiesced_s)
+        self._tell_arrivals(grant, touched, reboot)
+        self._resume(grant, touched, reboot)
+        stalls = self._stalls(touched, stopped, began_s)
         self._gate.committed(
             grant,
             moved_bytes=moved,
@@ -178,8 +211,40 @@ class MoveRunner:
         stopping = [replica for change in touched for replica in change.quiesced]
         return self._fleet.each(stopping, "quiesce", grant)
 
+    def _restart(self, touched: Sequence[Change]) -> None:
+        """End the processes of a reboot and wait for new ones: what they held is in the bundle."""
+        ray = import_ray()
+        for change in touched:
+            for replica in {*change.quiesced, *change.filled}:
+                ray.kill(self._fleet.handle(replica), no_restart=False)
+        self._loop.await_workers()
+
+    def _tell_arrivals(self, grant: Grant, touched: Sequence[Change], reboot: bool) -> None:
+        """Record the processes that serve a replica from here, before they do."""
+        attempt = self._gate.ledger.state().job(grant.job).attempt
+        arriving = [r for c in touched for r in (c.filled if reboot else c.arriving)]
+        if not arriving or attempt is None:
+            return
+        statuses = self._fleet.each(arriving, "status")
+        drafts = [
+            Draft(
+                ReplicaStarted(
+                    attempt=attempt,
+                    component=status["component"],
+                    replica=replica,
+                    incarnation=status["incarnation"],
+                    devices=(status["device"],),
+                    pid=status["pid"],
+                    node=status["node"],
+                ),
+                operation=grant.operation,
+            )
+            for replica, status in statuses.items()
+        ]
+        self._gate.ledger.append(grant.job, drafts, key=f"{grant.operation}/arrivals")
+
     def _transfer(
-        self, grant: Grant, after: Topology, touched: Sequence[Change]
+        self, grant: Grant, after: Topology, touched: Sequence[Change], reboot: bool
     ) -> tuple[dict[str, str], dict[str, str], dict[str, int]]:
         """Fill the new places; fingerprints at the sources and as the targets hold them."""
         before: dict[str, str] = {}
@@ -188,8 +253,8 @@ class MoveRunner:
         for change in touched:
             if not change.filled:
                 continue
-            payload = self._loop.payload(change.component)
-            if change.resharded:
+            payload = self._loop.payload(change.component) | {"reboot": reboot}
+            if change.resharded and not reboot:
                 snapshots = self._fleet.each(change.quiesced, "snapshot", grant)
                 payload = {"store": payload["store"], "snapshots": snapshots}
                 for answer in snapshots.values():
@@ -204,7 +269,7 @@ class MoveRunner:
             loaded: Mapping[str, Loaded] = self._fleet.gather(
                 {r: self._fleet.send(r, "restore", grant, payload) for r in layouts}
             )
-            if not change.resharded:
+            if not change.resharded or reboot:
                 before |= _prefixed(change.component, payload.get("fingerprints", {}))
             for replica, state in loaded.items():
                 prints = _prefixed(change.component, state.fingerprints)
@@ -217,15 +282,18 @@ class MoveRunner:
                     parts[part] = parts.get(part, 0) + size
         return before, {n: found[n] for n in found if n in before or not before}, parts
 
-    def _resume(self, grant: Grant, touched: Sequence[Change]) -> None:
+    def _resume(self, grant: Grant, touched: Sequence[Change], reboot: bool) -> None:
+        if reboot and any(change.component in RESHARDED for change in touched):
+            # The half-done update died with its processes: its groups are due again.
+            self._loop.train_again()
         filled = [replica for change in touched for replica in change.filled]
-        leaving = [replica for change in touched for replica in change.leaving]
+        leaving = [r for change in touched for r in change.leaving if not reboot]
         futures = {r: self._fleet.send(r, "resume", grant) for r in filled}
         futures |= {r: self._fleet.send(r, "drop", grant) for r in leaving}
         self._fleet.gather(futures)
 
     def _stalls(
-        self, touched: Sequence[Change], stopped: Mapping[str, Any], quiesced_s: float
+        self, touched: Sequence[Change], stopped: Mapping[str, Any], began_s: float
     ) -> dict[str, float]:
         """By component, seconds from the last unit before to the first one after the move.
 
@@ -242,7 +310,7 @@ class MoveRunner:
             )
             ready_s = time.monotonic()
             # Idle time before the move is none of its doing.
-            stalls[change.component] = max(0.0, ready_s - max(last_s, quiesced_s - 0.0))
+            stalls[change.component] = max(0.0, ready_s - max(last_s, began_s))
         return stalls
 
     def _undo(self, grant: Grant, cause: str) -> None:

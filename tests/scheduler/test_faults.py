@@ -30,7 +30,7 @@ SIZE = {"iterations": 3, "groups": 8}
 LIMIT_S = 150.0
 
 
-def propose(on_ray: Any, job: str, after: Topology) -> str:
+def propose(on_ray: Any, job: str, after: Topology, strategy: Any = None) -> str:
     """An operator's move, as ``shiftbook propose`` makes it."""
     from shiftbook.scheduler.moves import strategy_of
 
@@ -38,7 +38,7 @@ def propose(on_ray: Any, job: str, after: Topology) -> str:
     proposal = Proposal(
         before=state.topology,
         after=after,
-        strategy=strategy_of(state.topology, after),
+        strategy=strategy or strategy_of(state.topology, after),
         sees=state.plan.view(),
         candidates=(),
         bottleneck_before="rollout",
@@ -54,12 +54,12 @@ def propose(on_ray: Any, job: str, after: Topology) -> str:
     return Gate(on_ray.ledger, by="operator").propose(job, proposal)
 
 
-def propose_until(on_ray: Any, job: str, after: Topology, struck: Any) -> str:
+def propose_until(on_ray: Any, job: str, after: Topology, struck: Any, strategy: Any = None) -> str:
     """Propose a move again as long as it is abandoned before the fault could strike, which a
     weight sync or an update that goes first may do; the operation that was struck."""
     while True:
         try:
-            operation = propose(on_ray, job, after)
+            operation = propose(on_ray, job, after, strategy)
         except Rejected:
             # The planner's own move came first, or a sync is open.
             if until(lambda: struck() or on_ray.ledger.state().job(job).open_operation is None, 60):
@@ -217,6 +217,38 @@ def test_killed_trainer_rank_in_the_middle_of_its_move(
     operation = propose_until(on_ray, job, after, struck)
     until(lambda: not on_ray.ledger.state().job(job).operations[operation].open, 90)
     assert on_ray.ledger.state().job(job).operations[operation].status == "rolled_back"
+    finish(on_ray, job, undisturbed)
+
+
+def test_reboot(on_ray: Any, undisturbed: dict[int, Any]) -> None:
+    """No native path: the trainer's processes end, and new ones load the last bundle."""
+    import ray
+
+    job = "rebooted"
+    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    ray.get(running.controller.pause.remote(), timeout=30)
+    in_training(on_ray, job)
+    before = {r: s["pid"] for r, s in on_ray.statuses().items()}
+    first_slot, last_slot = on_ray.devices[:2]
+    after = Topology.of(
+        {
+            "rollout": [first_slot, last_slot],
+            "tool": [],
+            "inference": [first_slot, last_slot],
+            "trainer": [first_slot, last_slot],
+        }
+    )
+
+    def committed() -> Any:
+        moves = on_ray.ledger.state().job(job).operations.values()
+        return [m for m in moves if m.strategy == "reboot" and m.status == "committed"]
+
+    ray.get(running.controller.resume.remote(), timeout=30)
+    propose_until(on_ray, job, after, committed, strategy="reboot")
+    pids = {r: s["pid"] for r, s in on_ray.statuses().items()}
+    for slot in (first_slot, last_slot):
+        name = f"trainer-{slot.replace('/', '.')}"
+        assert pids[name] != before[name], name
     finish(on_ray, job, undisturbed)
 
 
