@@ -1,8 +1,8 @@
-"""The reference job in one process, without Ray and ledger: what every schedule must reproduce.
+"""The reference job's training in one process, without Ray and ledger: to choose sizes and rates.
 
 ``python -m shiftbook.jobs.local_run --iterations 10 --seed 0`` prints reward and stage times, an
-iteration a line. Rollout, reference log-probabilities and training run one after the other here;
-the policy that comes out is the one that any topology must reach, bit for bit.
+iteration a line. Rollout, reference log-probabilities and training run one after the other here, on
+questions in their own order; the job on Ray draws them by its declared sampler.
 """
 
 from __future__ import annotations

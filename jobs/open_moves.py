@@ -26,7 +26,8 @@ def close_open_moves(
     lease = ledger.event(attempt.epoch)
     old = Grant(job.name, attempt.attempt, tuple(lease.body["devices"]), attempt.epoch)
     start = resume_point(ledger, config)
-    standing.bundle_path = start.path
+    if start.saved is not None:
+        standing.take_saved(start.saved)
     standing.publish(start)
     recover(
         ledger,

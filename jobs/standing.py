@@ -79,7 +79,7 @@ class Standing:
                 "fingerprints": {f"model/{k}": v for k, v in published.prints.items()},
             }
         if component == "trainer":
-            parts = self.saved.parts
+            parts = self.saved.parts  # a bundle stands before anything is brought up
             return {
                 "store": self._rendezvous(),
                 "bundle": self.bundle_path,
