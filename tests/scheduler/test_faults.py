@@ -61,11 +61,13 @@ def propose_until(on_ray: Any, job: str, after: Topology, struck: Any, strategy:
         try:
             operation = propose(on_ray, job, after, strategy)
         except Rejected:
-            # The planner's own move came first, or a sync is open.
-            if until(lambda: struck() or on_ray.ledger.state().job(job).open_operation is None, 60):
-                if struck():
-                    return ""
-                continue
+            # The planner's own move came first, or a sync is open: asked again when the ledger
+            # has moved on, since each refusal is an event of its own.
+            size = on_ray.ledger.head().size
+            until(lambda size=size: struck() or on_ray.ledger.head().size > size, 60)
+            if struck():
+                return ""
+            continue
 
         def seen(name: str = operation) -> Any:
             return struck() or not on_ray.ledger.state().job(job).operations[name].open
