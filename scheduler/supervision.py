@@ -86,7 +86,9 @@ class Supervisor:
         strangers = [
             replica
             for replica, status in statuses.items()
-            if status is not None and status["job"] != self.assignment.job
+            if status is not None
+            and (status["job"], status["ledger_url"])
+            != (self.assignment.job, self.assignment.ledger_url)
         ]
         if strangers:
             self.fleet.each(strangers, "attach", self.assignment, limit_s=limit_s)

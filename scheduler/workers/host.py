@@ -114,6 +114,7 @@ class WorkerHost:
             "incarnation": self.incarnation,
             "pid": os.getpid(),
             "job": self.assignment.job if self.assignment else None,
+            "ledger_url": self.assignment.ledger_url if self.assignment else None,
             "state": self._state,
             "prepared": self._prepared,
             "operation": self._operation,

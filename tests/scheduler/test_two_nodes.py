@@ -58,6 +58,7 @@ def run(folder: Path, job: str, kills: str) -> dict[int, str]:
 
 @pytest.mark.parametrize("kills", ["nothing", "raylet"])
 def test_moves_across_nodes(on_ray: Any, tmp_path: Path, kills: str) -> None:
-    on_ray.run("one-node", schedule="static", iterations=3, groups=8)
-    expected = {number: entry[2] for number, entry in on_ray.record("one-node").items()}
+    job = f"one-node-{kills}"
+    on_ray.run(job, schedule="static", iterations=3, groups=8)
+    expected = {number: entry[2] for number, entry in on_ray.record(job).items()}
     assert run(tmp_path / "two", "two-nodes", kills) == expected
