@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 
@@ -11,16 +12,19 @@ from shiftbook.jobs.standing import Standing
 from shiftbook.jobs.state_records import restored, started
 from shiftbook.jobs.syncing import Syncer
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import LedgerError
+from shiftbook.ledger.errors import LedgerError, ShiftbookError
 from shiftbook.ledger.events.life import ReplicaLost
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
+from shiftbook.scheduler.errors import WorkerLost, first_line
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Brought, Supervisor
 
 WATCH_S = 0.25
 """Pause between two looks at the processes, and at a move that is under way."""
+TRIES = 5
+"""How often processes are brought up that die meanwhile, before it is given up."""
 
 
 class Care:
@@ -51,6 +55,18 @@ class Care:
         """Watch, in threads of its own."""
         threading.Thread(target=self._watch, daemon=True).start()
         threading.Thread(target=self._notice_ended_moves, daemon=True).start()
+
+    def leave(self) -> None:
+        """Let every process drop what it holds; one that died holds nothing."""
+        import ray
+
+        for replica, status in self._fleet.statuses().items():
+            if status is None or status["state"] == "idle":
+                continue
+            try:
+                self._fleet.each([replica], "drop", self._standing.grant)
+            except (WorkerLost, ray.exceptions.RayActorError):
+                continue
 
     def await_workers(self) -> None:
         """Wait until every process is there and attached, those that are being restarted too."""
@@ -89,15 +105,45 @@ class Care:
         # takes the version with the move, and says what it read at its first use.
         syncs = bool(cold) and move is None
         operation = self._syncer.begin(published, cold, base=None) if syncs else None
-        brought = self._supervisor.repair(
-            topology, self._standing.grant, fresh=fresh, anew=anew, move=move, forward=forward
-        )
+        try:
+            brought = self._brought_up(topology, fresh, anew, move, forward)
+        except BaseException:
+            if operation is not None:
+                self._syncer.attached(operation, published, cold, ())
+            raise
         self._standing.topology = topology
         self._record_brought(brought)
         if operation is not None:
             self._syncer.attached(operation, published, cold, brought)
         if any(b.component == "trainer" for b in brought):
             self._desk.train_again()
+
+    def _brought_up(
+        self,
+        topology: Topology,
+        fresh: bool,
+        anew: frozenset[str],
+        move: Grant | None,
+        forward: bool,
+    ) -> list[Brought]:
+        """Bring up what is missing; again when a process dies while that goes on."""
+        import ray
+
+        for left in reversed(range(TRIES)):
+            try:
+                return self._supervisor.repair(
+                    topology,
+                    self._standing.grant,
+                    fresh=fresh,
+                    anew=anew,
+                    move=move,
+                    forward=forward,
+                )
+            except (WorkerLost, ray.exceptions.RayError) as error:
+                if not left:
+                    raise
+                os.write(2, f"bringing up workers again: {first_line(error)}\n".encode())
+        raise AssertionError("unreachable")
 
     def _record_brought(self, brought: Sequence[Brought]) -> None:
         standing = self._standing
@@ -134,7 +180,11 @@ class Care:
         import ray
 
         watches = {self._fleet.send(r, "watch"): r for r in self._fleet.hosts}
+        unrepaired: list[str] = []
         while not self._done.is_set():
+            for replica in list(unrepaired):
+                if self._repaired(replica):
+                    unrepaired.remove(replica)
             ready, _ = ray.wait(list(watches), num_returns=1, timeout=WATCH_S)
             for future in ready:
                 replica = watches.pop(future)
@@ -142,7 +192,8 @@ class Care:
                     ray.get(future)
                 except ray.exceptions.RayError as error:
                     if not self._done.is_set() and self._training.is_set():
-                        self._lost(replica, str(error).splitlines()[0][:200])
+                        self._lost(replica, first_line(error))
+                        unrepaired.append(replica)
                 if self._done.is_set():
                     return
                 watches[self._fleet.send(replica, "watch")] = replica
@@ -150,7 +201,10 @@ class Care:
     def _lost(self, replica: str, cause: str) -> None:
         component = self._fleet.hosts[replica].component
         owed = self._desk.lose(component, replica)
-        known = self._ledger.state().job(self._job).replicas.get(replica)
+        try:
+            known = self._ledger.state().job(self._job).replicas.get(replica)
+        except LedgerError:
+            known = None  # out of reach: the start of its successor says that it was replaced
         if known is not None:
             event = ReplicaLost(
                 attempt=self._standing.grant.operation,
@@ -162,9 +216,21 @@ class Care:
             )
             self._recording.later([Draft(event)])
         self._desk.wake()
+
+    def _repaired(self, replica: str) -> bool:
+        """Bring the processes into the topology again; False when that must be tried again."""
+        import ray
+
         self._way.await_move()
-        if component == "trainer":
-            with self._way.trainer():
+        try:
+            if self._fleet.hosts[replica].component == "trainer":
+                with self._way.trainer():
+                    self.repair(self._standing.topology)
+            else:
                 self.repair(self._standing.topology)
-        else:
-            self.repair(self._standing.topology)
+        except (ShiftbookError, ray.exceptions.RayError) as error:
+            os.write(
+                2, f"repair after the loss of {replica}, again: {first_line(error)}\n".encode()
+            )
+            return False
+        return True

@@ -48,7 +48,7 @@ from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.channels import Worker
-from shiftbook.scheduler.errors import MoveFailed
+from shiftbook.scheduler.errors import MoveFailed, WorkerLost
 from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Supervisor
@@ -63,6 +63,8 @@ LOCK_LIMIT_S = 2.0
 """How long the loop waits for the ledger before it goes on without."""
 CLOSE_LIMIT_S = 600.0
 """How long a job that has ended waits for the ledger, to say so."""
+MOST_ATTEMPTS = 6
+"""Attempts after which a job whose processes keep dying has failed."""
 LATEST = 4
 """Iterations that telemetry shows."""
 
@@ -187,8 +189,17 @@ class TrainingLoop:
     # ---- the training thread -------------------------------------------------------------
 
     def _guarded(self) -> None:
+        import ray
+
         try:
             self._attempt()
+        except (WorkerLost, ray.exceptions.RayError) as error:
+            # Too many processes died for this attempt to mend. Its own process ends as well, and
+            # the next attempt goes on from the last bundle.
+            os.write(2, traceback.format_exc().encode())
+            if len(self._ledger.state().job(self.config.job).attempts) < MOST_ATTEMPTS:
+                os._exit(1)
+            self._error = f"{type(error).__name__}: {error}"
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}"
             os.write(2, traceback.format_exc().encode())
@@ -359,12 +370,7 @@ class TrainingLoop:
         job = self._ledger.state().job(self.config.job)
         if any(o.status != "proposed" and o.open for o in job.operations.values()):
             raise MoveFailed("a move is open at the end of the job; run `shiftbook recover`")
-        holding = [
-            r
-            for r, status in self._fleet.statuses().items()
-            if status is not None and status["state"] != "idle"
-        ]
-        self._fleet.each(holding, "drop", self._standing.grant)
+        self._care.leave()
         closed = JobClosed(
             outcome="finished",
             iterations=self.config.iterations,

@@ -21,6 +21,7 @@ from shiftbook.ledger.events.sync import (
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.scheduler.channels import Exchange
+from shiftbook.scheduler.errors import first_line
 from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Brought
@@ -151,8 +152,7 @@ class Syncer:
             reply = self._fleet.gather({replica: future})[replica]
             incarnation = self._fleet.each([replica], "status")[replica]["incarnation"]
         except (ShiftbookError, ray.exceptions.RayError) as error:
-            reason = str(error).splitlines()[0][:200]
-            return TargetOutcome(target=replica, outcome="lost", reason=reason), None
+            return TargetOutcome(target=replica, outcome="lost", reason=first_line(error)), None
         event = _delivered(
             replica,
             incarnation,

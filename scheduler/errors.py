@@ -51,3 +51,9 @@ class WorkerLost(SchedulerError):
 
 class MoveFailed(SchedulerError):
     """A step of a move failed; the move was or must be rolled back."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first, for a record of one line."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

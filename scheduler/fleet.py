@@ -13,7 +13,7 @@ from typing import Any
 
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.cluster import NAMESPACE, NODE_PREFIX, SLOT_RESOURCE, import_ray
-from shiftbook.scheduler.errors import WorkerLost
+from shiftbook.scheduler.errors import WorkerLost, first_line
 from shiftbook.scheduler.workers.host import Assignment, HostSpec, WorkerHost
 
 START_LIMIT_S = 90.0
@@ -173,7 +173,7 @@ class Fleet:
                 f"expected an answer of {', '.join(futures)} within {limit_s:.0f} s, got none"
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise WorkerLost(f"one of {', '.join(futures)} ended: {_line(error)}") from error
+            raise WorkerLost(f"one of {', '.join(futures)} ended: {first_line(error)}") from error
         return dict(zip(futures, answers, strict=True))
 
     def statuses(self, limit_s: float = 3.0) -> dict[str, dict[str, Any] | None]:
@@ -217,7 +217,3 @@ def topology_of(
     for devices in placement.values():
         devices.sort(key=lambda d: (d.split("/")[0], int(d.split("/")[1])))
     return Topology.of(placement)
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -56,6 +56,8 @@ class Supervisor:
         self._resharded = resharded
         self._lock = threading.Lock()
         self._generation = 0
+        self._unreported: set[str] = set()
+        """Replicas of a bring-up that failed half-way: some may serve, and nobody was told."""
 
     def wanted(self, topology: Topology) -> dict[str, Layout]:
         """Layout of every replica that must work: those of the topology, and those without a
@@ -129,6 +131,7 @@ class Supervisor:
             ]
             broken = self._broken(statuses, wanted) if not fresh else set(wanted)
             broken |= {r for r in wanted if self.fleet.hosts[r].component in anew}
+            broken |= self._unreported & wanted.keys()
             leaving += [r for r in broken if _holds_something(statuses[r]) and r not in leaving]
             if leaving:
                 grants.each(leaving, "drop")
@@ -167,12 +170,14 @@ class Supervisor:
             for component in {self.fleet.hosts[r].component for r in layouts}
         }
         places = {r: Layout(at.rank, at.world, generation) for r, at in layouts.items()}
+        self._unreported |= layouts.keys()
         grants.each(layouts, "place", lambda r: places[r])
         loaded: dict[str, Loaded] = grants.each(
             layouts, "restore", lambda r: payloads[self.fleet.hosts[r].component]
         )
         statuses = grants.each(layouts, "resume")
         took_s = time.monotonic() - began_s
+        self._unreported -= layouts.keys()
         return [
             Brought(self.fleet.hosts[r].component, r, statuses[r], loaded[r], took_s)
             for r in layouts
