@@ -84,7 +84,9 @@ class JobConfig(BaseModel):
     rollout_slots: int | None = None
     """Slots of rollout in the static split; the trainer has the others."""
     random_moves: int | None = None
-    """Seed of moves drawn at random, for tests; None lets the planner decide."""
+    """Seed of moves drawn at random, for tests; None lets the proposer decide."""
+    proposer: Literal["planner", "operator"] = "planner"
+    """Who proposes moves of the dynamic schedule; with ``operator`` only ``shiftbook propose``."""
     bundles: str
     base_policy: str
     ledger_url: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -56,8 +55,8 @@ class Desk:
 
     def take(
         self, component: str, worker: Worker, limit: int, lanes: list[int] | None, wait_s: float
-    ) -> bytes:
-        """Hand out work, pickled; holds the call open for a while when there is none."""
+    ) -> list[Work]:
+        """Hand out work; holds the call open for a while when there is none."""
         deadline = time.monotonic() + wait_s
         arrival = self._arrivals[component]
         arrived = False
@@ -72,11 +71,10 @@ class Desk:
             if arrived and component == "tool":
                 # Calls come one by one and travel together, but for the last ones.
                 time.sleep(TOOL_LINGER_S[self._outstanding() > MANY])
-        return pickle.dumps(works)
+        return works
 
-    def deliver(self, pickled: bytes) -> bytes:
-        """Take in a Parcel of finished work, and hand out work in exchange."""
-        parcel: Parcel = pickle.loads(pickled)
+    def deliver(self, parcel: Parcel) -> list[Work]:
+        """Take in finished work, and hand out work in exchange."""
         component, worker = parcel.component, parcel.worker
         self.figures[worker[0]] = parcel.figures
         if parcel.first_use is not None:
@@ -86,10 +84,10 @@ class Desk:
                 work = self.exchange.by_target[component].answer(worker, answer.key)
             if work is not None:
                 self._absorb(component, worker, answer)
-        works = []
+        works: list[Work] = []
         if parcel.limit:
             works = self.exchange.take(component, worker, parcel.limit, parcel.lanes)
-        return pickle.dumps(works)
+        return works
 
     def give_back(
         self, component: str, worker: Worker, items: list[tuple[Hashable, Any]]
@@ -141,8 +139,10 @@ class Desk:
                     self._put_training(iteration, group)
 
     def lose(self, component: str, replica: str) -> tuple[str, ...]:
-        """A replica's process died: what it owed waits again; its keys."""
+        """A replica's process died: what it owed waits again; its keys. Its successor is fed when
+        it says so."""
         with self.exchange.lock:
+            self.exchange.hold(replica)
             channel = self.exchange.by_target[component]
             return tuple(
                 key_text(key) for worker in channel.workers(replica) for key in channel.lose(worker)

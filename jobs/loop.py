@@ -12,7 +12,6 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +47,13 @@ from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.channels import Worker
+from shiftbook.scheduler.cluster import node_address
 from shiftbook.scheduler.errors import MoveFailed, WorkerLost
 from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Supervisor
 from shiftbook.scheduler.workers.host import Assignment
+from shiftbook.scheduler.workers.line import Address, LineServer
 
 BY = "training-loop"
 """The loop's name in the records."""
@@ -83,6 +84,19 @@ class TrainingLoop:
             generated=self._generated,
             first_use=self._first_use,
         )
+        self._line = LineServer(
+            {
+                method.__name__: method
+                for method in (
+                    self._desk.take,
+                    self._desk.deliver,
+                    self._desk.give_back,
+                    self._desk.hold,
+                    self._desk.feed,
+                )
+            },
+            node_address(),
+        )
         self._way = RightOfWay(self.config.job, self._standing, self._desk.wake)
         self._phase = "starting"
         self._error: str | None = None
@@ -95,29 +109,9 @@ class TrainingLoop:
 
     # ---- what workers ask ----------------------------------------------------------------
 
-    def take(
-        self, component: str, worker: Worker, limit: int, lanes: list[int] | None, wait_s: float
-    ) -> bytes:
-        """Hand out work, pickled; holds the call open for a while when there is none."""
-        return self._desk.take(component, worker, limit, lanes, wait_s)
-
-    def deliver(self, pickled: bytes) -> bytes:
-        """Take in a Parcel of finished work, and hand out work in exchange."""
-        return self._desk.deliver(pickled)
-
-    def give_back(
-        self, component: str, worker: Worker, items: list[tuple[Hashable, Any]]
-    ) -> list[str]:
-        """Take back what a worker owes, as it stands."""
-        return self._desk.give_back(component, worker, items)
-
-    def hold(self, replica: str) -> None:
-        """Hand a replica no more work."""
-        self._desk.hold(replica)
-
-    def feed(self, replica: str) -> None:
-        """Hand a replica work again."""
-        self._desk.feed(replica)
+    def line(self) -> Address:
+        """Where workers take work and bring answers."""
+        return self._line.address
 
     # ---- what the controller and recovery ask --------------------------------------------
 

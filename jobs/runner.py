@@ -127,7 +127,13 @@ class RunningJob:
                     num_cpus=0,
                     max_restarts=-1,
                 )
-                .remote(config.job, config.ledger_url, config.lanes, config.random_moves)
+                .remote(
+                    config.job,
+                    config.ledger_url,
+                    config.lanes,
+                    random_moves=config.random_moves,
+                    proposer=config.proposer,
+                )
             )
 
     def status(self) -> dict[str, Any] | None:

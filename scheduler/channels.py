@@ -57,6 +57,8 @@ class Channel:
     counts: Counts = field(default_factory=Counts)
     _lanes: dict[int, TurnQueue[Hashable, Work]] = field(default_factory=dict)
     _owed: dict[Worker, dict[Hashable, Work]] = field(default_factory=dict)
+    _gone: set[Worker] = field(default_factory=set)
+    """Processes that are lost: a take of theirs that was held open gets nothing any more."""
 
     @property
     def depth(self) -> int:
@@ -82,6 +84,8 @@ class Channel:
 
     def take(self, worker: Worker, limit: int, lanes: Collection[int] | None = None) -> list[Work]:
         """Hand up to ``limit`` pieces to a worker, the most urgent first."""
+        if worker in self._gone:
+            return []
         now_s = time.monotonic()
         taken: list[Work] = []
         allowed = [
@@ -127,6 +131,7 @@ class Channel:
 
     def lose(self, worker: Worker) -> list[Hashable]:
         """A worker is gone: what it owed waits again, as it was handed to it."""
+        self._gone.add(worker)
         owed = self._owed.pop(worker, {})
         for work in owed.values():
             self._enqueue(work)
@@ -147,8 +152,8 @@ class Channel:
         self._owed.clear()
 
     def workers(self, replica: str) -> list[Worker]:
-        """Processes of a replica that owe something."""
-        return [worker for worker, owed in self._owed.items() if worker[0] == replica and owed]
+        """Processes of a replica that took work, or asked for it."""
+        return [worker for worker in self._owed if worker[0] == replica]
 
 
 class Exchange:

@@ -227,7 +227,22 @@ def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:
         logging_level="ERROR",
         configure_logging=True,
     )
+    _keep_off_stdout()
     return ray
+
+
+def _keep_off_stdout() -> None:
+    """Ray prints on standard output that a process ended, even without ``log_to_driver``; what is
+    printed there belongs to the command, and the job's own record says what ended."""
+    from ray._private import worker
+
+    if hasattr(worker, "print_to_stdstream"):
+        worker.print_to_stdstream = lambda *_, **__: None
+
+
+def node_address() -> str:
+    """Address of this process's node, as the others of the cluster reach it."""
+    return str(import_ray().util.get_node_ip_address())
 
 
 def stop_head(cluster: ClusterFile, *, limit_s: float = 10.0) -> None:

@@ -26,7 +26,7 @@ from shiftbook.scheduler.errors import MoveFailed, WorkerLost
 from shiftbook.scheduler.mover import LoopClient, RayMover, job_fleet
 from shiftbook.scheduler.moves import MoveRunner, Report
 from shiftbook.scheduler.planned import PlannedMoves
-from shiftbook.scheduler.policies import Policy, RandomMoves
+from shiftbook.scheduler.policies import NoMoves, Policy, RandomMoves
 
 POLL_S = 0.04
 """Pause between two looks where a move may become worth it soon."""
@@ -41,10 +41,16 @@ class Controller:
     """The actor of one job's scheduler."""
 
     def __init__(
-        self, job: str, ledger_url: str, lanes: int, random_moves: int | None = None
+        self,
+        job: str,
+        ledger_url: str,
+        lanes: int,
+        *,
+        random_moves: int | None = None,
+        proposer: str = "planner",
     ) -> None:
         self._job, self._url = job, ledger_url
-        self._lanes, self._random = lanes, random_moves
+        self._lanes, self._random, self._proposer = lanes, random_moves, proposer
         self._stop = threading.Event()
         self._paused = threading.Event()
         self._error: str | None = None
@@ -141,6 +147,8 @@ class Controller:
         assert job.opened is not None
         if self._random is not None:
             return RandomMoves(job.opened, self._random)
+        if self._proposer == "operator":
+            return NoMoves()
         return PlannedMoves(job.opened, self._gate, self._job, self._lanes)
 
     def _turn(self, runner: MoveRunner, policy: Policy) -> bool | None:

@@ -1,4 +1,4 @@
-"""Who proposes moves: the planner, or (for tests) a generator of lawful moves drawn by seed."""
+"""Who proposes moves: the planner, operators alone, or (for tests) lawful moves drawn by seed."""
 
 from __future__ import annotations
 
@@ -36,6 +36,30 @@ class Policy(Protocol):
 
     def finish(self, telemetry: dict[str, Any]) -> None:
         """The job has ended."""
+
+
+class NoMoves:
+    """Proposes nothing: what moves is what an operator asked for."""
+
+    def propose(self, telemetry: dict[str, Any], job: JobState) -> Proposal | None:
+        """Nothing."""
+        return None
+
+    def calm(self, telemetry: dict[str, Any]) -> bool:
+        """An operator may ask at any time."""
+        return False
+
+    def refused(self, error: Rejected) -> None:
+        """Nothing is kept."""
+
+    def failed(self, operation: str) -> None:
+        """Nothing is kept."""
+
+    def moved(self, report: Report, telemetry: dict[str, Any] | None) -> None:
+        """Nothing is learned."""
+
+    def finish(self, telemetry: dict[str, Any]) -> None:
+        """Nothing is left to tell."""
 
 
 def owed_units(telemetry: dict[str, Any]) -> dict[str, int]:

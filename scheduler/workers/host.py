@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import threading
 import time
 import uuid
@@ -18,7 +17,7 @@ from shiftbook.ledger.fencing import GrantChecker
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.scheduler.channels import Work
-from shiftbook.scheduler.errors import WorkerError
+from shiftbook.scheduler.errors import WorkerError, first_line
 from shiftbook.scheduler.slots import Activity, Presence, lock_directory, pin
 from shiftbook.scheduler.workers.component import (
     Answer,
@@ -29,12 +28,14 @@ from shiftbook.scheduler.workers.component import (
     Parcel,
 )
 from shiftbook.scheduler.workers.feed import Feed
+from shiftbook.scheduler.workers.line import Address, Line
 
 IDLE_WAIT_S = 0.25
 TURN_WAIT_S = (0.002, 0.02)
 """Shortest and longest pause before a worker asks again for a device that another component
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
+FIND_LIMIT_S = 10.0
 
 MUTATING = ("place", "restore", "resume", "quiesce", "snapshot", "drop", "undo", "call")
 """Methods that change what the worker holds or does; each checks its grant first."""
@@ -168,7 +169,9 @@ class WorkerHost:
             locks = lock_directory(ledger_file)
             device = self.spec.device
             self._presence = None if device is None else Presence(locks, device)
-            self._loop = _Loop(assignment.loop_name)
+            find = _line_of(assignment.loop_name)
+            # One caller each: a take is held open while there is no work.
+            self._loop, self._taking, self._delivering = Line(find), Line(find), Line(find)
             self._component = load_path(self.spec.factory)(self.spec, assignment.config)
             urgent = self._component.urgent
             self._activity = None if device is None else Activity(locks, device, urgent=urgent)
@@ -363,22 +366,19 @@ class WorkerHost:
     def _take(self, limit: int, wait_s: float) -> list[Work]:
         worker = (self.spec.replica, self.incarnation)
         lanes = self._held().lanes
-        works: list[Work] = pickle.loads(
-            self._loop.call(
-                "take",
-                self.spec.component,
-                worker,
-                limit,
-                None if lanes is None else list(lanes),
-                wait_s,
-            )
+        works: list[Work] = self._taking.call(
+            "take",
+            self.spec.component,
+            worker,
+            limit,
+            None if lanes is None else list(lanes),
+            wait_s,
         )
         return works
 
     def _deliver(self, answers: list[Answer], limit: int) -> list[Work]:
         component = self._held()
         lanes = component.lanes
-        # Ray pickles classes in Python, object by object; bytes pass as they are.
         parcel = Parcel(
             self.spec.component,
             (self.spec.replica, self.incarnation),
@@ -388,7 +388,7 @@ class WorkerHost:
             limit,
             None if lanes is None else list(lanes),
         )
-        works: list[Work] = pickle.loads(self._loop.call("deliver", pickle.dumps(parcel)))
+        works: list[Work] = self._delivering.call("deliver", parcel)
         return works
 
     def _work(self) -> None:
@@ -452,25 +452,20 @@ class WorkerHost:
             feed.answer(answers)
 
 
-class _Loop:
-    """Handle of the job's training loop, found again when its process was replaced."""
+def _line_of(loop_name: str) -> Callable[[], Address]:
+    """Finds the line of a job's loop, whichever process serves it now."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._handle: Any = None
-
-    def call(self, method: str, *arguments: Any) -> Any:
+    def find() -> Address:
         import ray
 
         from shiftbook.scheduler.cluster import NAMESPACE
 
-        for last in (False, True):
-            try:
-                if self._handle is None:
-                    self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
-                return ray.get(getattr(self._handle, method).remote(*arguments), timeout=30)
-            except (ray.exceptions.RayActorError, ValueError):
-                self._handle = None
-                if last:
-                    raise
-        return None
+        try:
+            loop = ray.get_actor(loop_name, namespace=NAMESPACE)
+            address: Any = ray.get(loop.line.remote(), timeout=FIND_LIMIT_S)
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise ConnectionError(f"no loop {loop_name}: {first_line(error)}") from error
+        assert isinstance(address, Address)
+        return address
+
+    return find

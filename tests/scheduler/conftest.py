@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,9 +103,26 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         yield cluster
 
 
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Remember that a test failed, so that its fixtures know."""
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture
-def on_ray(ray_cluster: Any, tmp_path: Path) -> Iterator[OnRay]:
-    """A fresh ledger on the shared cluster."""
+def on_ray(request: pytest.FixtureRequest, ray_cluster: Any, tmp_path: Path) -> Iterator[OnRay]:
+    """A fresh ledger on the shared cluster; a test that failed leaves a new cluster behind."""
     jobs = OnRay(tmp_path, ray_cluster)
     yield jobs
-    jobs.close()
+    if request.node.stash.get(FAILED, False):
+        jobs.ledger.close()
+        ray_cluster.close()
+        ray_cluster.__enter__()
+        ray_cluster.warm()
+    else:
+        jobs.close()

@@ -129,7 +129,7 @@ def test_killed_controller(on_ray: Any, undisturbed: dict[int, Any], boundary: s
     import ray
 
     job = f"at-{boundary}"
-    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", **SIZE)
     ray.get(running.controller.pause.remote(), timeout=30)
     telemetry = in_training(on_ray, job)
     before = {r: s["pid"] for r, s in on_ray.statuses().items()}
@@ -196,7 +196,7 @@ def test_killed_trainer_rank_in_the_middle_of_its_move(
     import ray
 
     job = "mid-reshard"
-    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", **SIZE)
     ray.get(running.controller.pause.remote(), timeout=30)
     in_training(on_ray, job)
     first_slot, last_slot = on_ray.devices[:2]
@@ -227,7 +227,7 @@ def test_reboot(on_ray: Any, undisturbed: dict[int, Any]) -> None:
     import ray
 
     job = "rebooted"
-    running = on_ray.start(job, schedule="dynamic", **SIZE)
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", **SIZE)
     ray.get(running.controller.pause.remote(), timeout=30)
     in_training(on_ray, job)
     before = {r: s["pid"] for r, s in on_ray.statuses().items()}

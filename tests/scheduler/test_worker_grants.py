@@ -18,7 +18,7 @@ import pytest
 from shiftbook.ledger.errors import StaleGrant
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.topology import Topology
-from tests.scheduler.test_faults import in_training, propose, propose_until
+from tests.scheduler.test_faults import in_training, propose_until
 from tests.scheduler.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -60,7 +60,7 @@ def test_no_method_obeys_a_bad_grant(on_ray: Any) -> None:
     from shiftbook.scheduler.workers.host import MUTATING
 
     job = "guarded"
-    running = on_ray.start(job, schedule="dynamic", iterations=6, groups=8)
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", iterations=6, groups=8)
     ray.get(running.controller.pause.remote(), timeout=30)
     in_training(on_ray, job)
     first_slot, last_slot = on_ray.devices[:2]
@@ -74,9 +74,9 @@ def test_no_method_obeys_a_bad_grant(on_ray: Any) -> None:
         done = [name for name, move in moves.items() if move.status == "committed"]
         return done[-1] if done else None
 
-    if one_closed() is None:
-        propose(on_ray, job, after)
-    closed = until(one_closed, 90)
+    propose_until(on_ray, job, after, one_closed)
+    closed = one_closed()
+    assert closed is not None
     ray.get(running.controller.pause.remote(), timeout=30)
     until(lambda: on_ray.ledger.state().job(job).open_operation is None, 60)
 
@@ -115,7 +115,7 @@ def test_a_stopped_controller_that_goes_on_can_do_nothing(on_ray: Any) -> None:
     from shiftbook.scheduler.mover import open_mover
 
     job = "stopped"
-    running = on_ray.start(job, schedule="dynamic", iterations=6, groups=8)
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", iterations=6, groups=8)
     ray.get(running.controller.pause.remote(), timeout=30)
     in_training(on_ray, job)
     first_slot, last_slot = on_ray.devices[:2]
