@@ -28,9 +28,13 @@ from shiftbook.scheduler.errors import ClusterError
 
 NAMESPACE = "shiftbook"
 SLOT_RESOURCE = "shiftbook_slot"
+CLUSTER_VARIABLE = "SHIFTBOOK_CLUSTER"
+"""Environment variable by which the processes of a cluster are known."""
 NODE_PREFIX = "shiftbook_node_"
 CONNECT_LIMIT_S = 20.0
 START_LIMIT_S = 60.0
+STOP_LIMIT_S = 2.0
+"""A raylet takes 10 s to say goodbye to a head that is gone; nothing is lost by not waiting."""
 OBJECT_STORE_BYTES = 256 * 2**20
 
 # One thread everywhere: two threads add in another order than one, and the bits differ.
@@ -107,9 +111,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(token_path: Path) -> dict[str, str]:
+def _environment(token_path: Path, temp_dir: str) -> dict[str, str]:
     return {
         **os.environ,
+        CLUSTER_VARIABLE: temp_dir,
         **ONE_THREAD,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -149,6 +154,7 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
         slots,
         node,
         token_path,
+        str(temp_dir),
     )
     return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
 
@@ -156,10 +162,10 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
 def start_node(cluster: ClusterFile, slots: int, *, node: str) -> None:
     """Add a raylet with ``slots`` slots, named ``node``, to a running cluster, on this machine."""
     options = [f"--address={cluster.address}"]
-    _ray_start(options, slots, node, Path(cluster.token_path))
+    _ray_start(options, slots, node, Path(cluster.token_path), cluster.temp_dir)
 
 
-def _ray_start(options: list[str], slots: int, node: str, token_path: Path) -> None:
+def _ray_start(options: list[str], slots: int, node: str, token_path: Path, temp_dir: str) -> None:
     """``ray start`` with what head and nodes have in common; ClusterError when it fails."""
     resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{node}": 1}
     command = [
@@ -178,7 +184,7 @@ def _ray_start(options: list[str], slots: int, node: str, token_path: Path) -> N
     try:
         done = subprocess.run(
             command,
-            env=_environment(token_path),
+            env=_environment(token_path, temp_dir),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -245,7 +251,7 @@ def node_address() -> str:
     return str(import_ray().util.get_node_ip_address())
 
 
-def stop_head(cluster: ClusterFile, *, limit_s: float = 10.0) -> None:
+def stop_head(cluster: ClusterFile, *, limit_s: float = STOP_LIMIT_S) -> None:
     """Stop every process of this cluster, and of no other, and remove its folder."""
     with contextlib.suppress(MissingExtra):
         ray = import_ray()
@@ -273,17 +279,25 @@ def _alive(pid: int) -> bool:
 
 
 def processes(cluster: ClusterFile) -> Iterator[int]:
-    """Processes whose environment or command line names this cluster's folder."""
+    """Processes whose environment or command line names this cluster's folder, and what they
+    started: some of Ray's write their title over both."""
     needle = cluster.temp_dir.encode()
+    found: set[int] = set()
+    parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
+        pid = int(entry.name)
         try:
             text = (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes()
+            parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
         except OSError:
             continue
         if needle in text and _started_by_ray(entry):
-            yield int(entry.name)
+            found.add(pid)
+    while started := {p for p, parent in parents.items() if parent in found} - found:
+        found |= started
+    yield from sorted(found)
 
 
 def _started_by_ray(entry: Path) -> bool:
