@@ -23,6 +23,7 @@ from shiftbook.scheduler.supervision import Brought, Supervisor
 
 WATCH_S = 0.25
 """Pause between two looks at the processes, and at a move that is under way."""
+SUCCESSOR_LIMIT_S = 0.5
 TRIES = 5
 """How often processes are brought up that die meanwhile, before it is given up."""
 
@@ -200,12 +201,14 @@ class Care:
 
     def _lost(self, replica: str, cause: str) -> None:
         component = self._fleet.hosts[replica].component
-        owed = self._desk.lose(component, replica)
+        successor = self._successor(replica)
+        owed = self._desk.lose(component, replica, successor)
         try:
             known = self._ledger.state().job(self._job).replicas.get(replica)
         except LedgerError:
             known = None  # out of reach: the start of its successor says that it was replaced
-        if known is not None:
+        # A successor whose start is recorded already has said that the one before is gone.
+        if known is not None and known.incarnation != successor:
             event = ReplicaLost(
                 attempt=self._standing.grant.operation,
                 component=component,
@@ -216,6 +219,15 @@ class Care:
             )
             self._recording.later([Draft(event)])
         self._desk.wake()
+
+    def _successor(self, replica: str) -> str | None:
+        """Incarnation of the process that took over, where it is there; a repair after another
+        loss may have brought it up already."""
+        try:
+            status = self._fleet.each([replica], "status", limit_s=SUCCESSOR_LIMIT_S)[replica]
+        except ShiftbookError:
+            return None
+        return str(status["incarnation"])
 
     def _repaired(self, replica: str) -> bool:
         """Bring the processes into the topology again; False when that must be tried again."""

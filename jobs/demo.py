@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from shiftbook.jobs.chaos import Chaos
-from shiftbook.jobs.config import JobConfig, Schedule
+from shiftbook.jobs.config import JobConfig, Schedule, start_topology
 from shiftbook.jobs.runner import Cluster, Place, RunningJob
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.ledger import Ledger
@@ -116,6 +116,11 @@ def run_demo(
         cluster.warm()
         for schedule in schedules:
             config = _config(place, schedule, iterations, seed)
+            if schedule == "static":
+                chosen = _best_split(place, config, cluster.devices)
+                config = config.model_copy(update={"rollout_slots": chosen})
+                if chosen is not None and len(cluster.devices) > 2:
+                    how[schedule] = "run, split chosen from measured stage times"
             if _closed(place, config.job):
                 how[schedule] = "read"
                 continue
@@ -143,6 +148,27 @@ def run_demo(
 
 def _config(place: Place, schedule: str, iterations: int, seed: int) -> JobConfig:
     return place.config(f"demo-{schedule}", iterations=iterations, seed=seed, schedule=schedule)
+
+
+def _best_split(place: Place, config: JobConfig, devices: tuple[str, ...]) -> int | None:
+    """Slots of rollout in the static split that ends an iteration soonest, from the core-seconds
+    that each stage of the dynamic run took; None where there is no such run to measure."""
+    with Ledger.open(place.ledger_url, create=False, read_only=True) as ledger:
+        events = list(ledger.read(job="demo-dynamic", types={"IterationCompleted"}))
+    if not events:
+        return None
+
+    def stage_s(component: str) -> float:
+        parts = [e.body["components"].get(component, {}) for e in events]
+        return float(median(part.get("busy_s", 0.0) for part in parts))
+
+    def iteration_s(rollout: int) -> float:
+        topology = start_topology(config.model_copy(update={"rollout_slots": rollout}), devices)
+        trainers = len(topology.replicas("trainer"))
+        followers_s = stage_s("inference") + stage_s("trainer") / trainers
+        return max(stage_s("rollout") / rollout, followers_s)
+
+    return min(range(1, len(devices)), key=iteration_s)
 
 
 def _closed(place: Place, job: str) -> bool:
@@ -262,18 +288,23 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
     prints = {run.fingerprint for run in runs.values()}
     add(
         "policy",
-        f"{next(iter(prints))}, the same in every schedule"
+        f"{next(iter(prints))}" + (", the same in every schedule" if len(runs) > 1 else "")
         if len(prints) == 1
         else ", ".join(f"{run.schedule} {run.fingerprint[:12]}" for run in runs.values()),
     )
     if outcome.faults:
         add("faults injected", "; ".join(outcome.faults))
-    coverage = outcome.verdict.coverage.rows
-    checked = sum(row.status == "checked" for row in coverage)
-    required = sum(row.required for row in coverage)
-    add(
-        "verdict",
-        f"{outcome.verdict.word}: {len(outcome.verdict.findings)} findings, {checked} invariants "
-        f"checked, {required} required, {len(coverage) - checked} without data",
-    )
+    add("verdict", _verdict_line(outcome.verdict))
     return rows
+
+
+def _verdict_line(verdict: Verdict) -> str:
+    """The verdict in a line: what is required, and how far it was checked."""
+    required = [row for row in verdict.coverage.rows if row.required]
+    checked = sum(row.status == "checked" for row in required)
+    nothing = sum(row.status == "nothing to check" for row in required)
+    left = len(verdict.coverage.rows) - len(required)
+    return (
+        f"{verdict.word}: {len(verdict.findings)} findings; {len(required)} invariants required, "
+        f"{checked} checked and {nothing} with nothing to check; {left} others not checked"
+    )

@@ -138,14 +138,16 @@ class Desk:
                 for group in sorted(iteration.referenced):
                     self._put_training(iteration, group)
 
-    def lose(self, component: str, replica: str) -> tuple[str, ...]:
-        """A replica's process died: what it owed waits again; its keys. Its successor is fed when
-        it says so."""
+    def lose(self, component: str, replica: str, successor: str | None) -> tuple[str, ...]:
+        """A replica's process died: what it owed waits again; its keys. What its successor, an
+        incarnation that may work already, owes stays where it is."""
         with self.exchange.lock:
-            self.exchange.hold(replica)
             channel = self.exchange.by_target[component]
             return tuple(
-                key_text(key) for worker in channel.workers(replica) for key in channel.lose(worker)
+                key_text(key)
+                for worker in channel.workers(replica)
+                if worker[1] != successor
+                for key in channel.lose(worker)
             )
 
     def traffic(self) -> dict[str, Any]:

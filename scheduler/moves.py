@@ -27,6 +27,8 @@ from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.mover import LoopClient, RayMover
 from shiftbook.scheduler.workers.component import Layout, Loaded
 
+FIRST_UNIT_LIMIT_S = 0.25
+"""How long the end of a move waits to see its components work again."""
 RESHARDED = frozenset({"trainer"})
 """Components whose replicas hold parts of one state."""
 
@@ -113,7 +115,7 @@ class Report:
 
     @property
     def cost_s(self) -> float:
-        """Seconds from the grant to the commit."""
+        """Seconds from the grant to the commit, without those spent watching the first unit."""
         return self.ended_s - self.began_s
 
 
@@ -161,6 +163,7 @@ class MoveRunner:
         self._passed("granted")
         stopped = self._quiesce(grant, touched)
         quiesced_s = time.monotonic()
+        last_s = {r: quiesced_s - answer["idle_s"] for r, answer in stopped.items()}
         custody = [
             Custody(
                 replica=replica,
@@ -189,7 +192,9 @@ class MoveRunner:
         self._passed("verified")
         self._tell_arrivals(grant, touched, reboot)
         self._resume(grant, touched, reboot)
-        stalls = self._stalls(touched, stopped, began_s)
+        ready_s = time.monotonic()
+        stalls = self._stalls(touched, last_s, began_s)
+        watched_s = time.monotonic() - ready_s
         self._gate.committed(
             grant,
             moved_bytes=moved,
@@ -201,7 +206,7 @@ class MoveRunner:
         return Report(
             grant.operation,
             began_s,
-            time.monotonic(),
+            time.monotonic() - watched_s,
             moved,
             max(stalls.values(), default=0.0),
             stalls,
@@ -293,24 +298,28 @@ class MoveRunner:
         self._fleet.gather(futures)
 
     def _stalls(
-        self, touched: Sequence[Change], stopped: Mapping[str, Any], began_s: float
+        self, touched: Sequence[Change], last_s: Mapping[str, float], began_s: float
     ) -> dict[str, float]:
         """By component, seconds from the last unit before to the first one after the move.
 
         A component of which a replica went on did not stall. Where no work waits after the move,
-        the time until the replica was ready counts.
+        or another component has the devices, the time until its replicas were ready counts.
+        ``last_s`` is on this process's clock.
         """
+        ready_s = time.monotonic()
         stalls: dict[str, float] = {}
         for change in touched:
             if not change.resharded and change.staying:
                 stalls[change.component] = 0.0
                 continue
-            last_s = max(
-                (stopped[r]["last_unit_s"] for r in change.quiesced if r in stopped), default=0.0
+            since_s = self._fleet.each(change.filled, "first_unit", FIRST_UNIT_LIMIT_S)
+            now_s = time.monotonic()
+            working_s = min(
+                (now_s - ago_s for ago_s in since_s.values() if ago_s is not None), default=ready_s
             )
-            ready_s = time.monotonic()
+            stopped_s = max((last_s[r] for r in change.quiesced if r in last_s), default=0.0)
             # Idle time before the move is none of its doing.
-            stalls[change.component] = max(0.0, ready_s - max(last_s, began_s))
+            stalls[change.component] = max(0.0, working_s - max(stopped_s, began_s))
         return stalls
 
     def _undo(self, grant: Grant, cause: str) -> None:

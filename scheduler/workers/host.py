@@ -36,6 +36,8 @@ TURN_WAIT_S = (0.002, 0.02)
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
 FIND_LIMIT_S = 10.0
+NO_WORK_S = 0.05
+"""A replica that was given nothing for so long has nothing to work on."""
 
 MUTATING = ("place", "restore", "resume", "quiesce", "snapshot", "drop", "undo", "call")
 """Methods that change what the worker holds or does; each checks its grant first."""
@@ -101,6 +103,8 @@ class WorkerHost:
         self._units = 0
         self._last_unit_s = 0.0
         self._first_unit_s: float | None = None
+        self._worked = threading.Event()
+        """Set by the first unit of work since this replica began to serve."""
         self._failure: str | None = None
         pin(spec.device)
         threading.Thread(target=self._work, daemon=True).start()
@@ -138,6 +142,21 @@ class WorkerHost:
             "active": self._state == "active",
             **(component.load() if component else {}),
         }
+
+    def first_unit(self, limit_s: float) -> float | None:
+        """Seconds since the first unit of work after resume began, waited for within the limit;
+        None where there is nothing to work on."""
+        if not self._worked.wait(min(NO_WORK_S, limit_s)) and self._has_nothing():
+            return None
+        self._worked.wait(limit_s)
+        first_s = self._first_unit_s
+        return None if first_s is None else time.monotonic() - first_s
+
+    def _has_nothing(self) -> bool:
+        feed, component = self._feed, self._component
+        return feed is None or (
+            feed.inbox.empty() and component is not None and not component.has_work()
+        )
 
     def watch(self) -> None:
         """Never returns: whoever waits for this call learns at once when the process dies."""
@@ -226,7 +245,6 @@ class WorkerHost:
         """Stop, hand over all work in hand, keep the state; idempotent."""
         with self._mutex:
             operation = self._check(grant, "quiesce")
-            last_unit_s = self._last_unit_s
             drained, keys = self._stop()
             self._operation = operation
             return {
@@ -234,7 +252,7 @@ class WorkerHost:
                 "partial_tokens": drained.partial_tokens,
                 "replay_tokens": drained.replay_tokens,
                 "moved_bytes": drained.moved_bytes,
-                "last_unit_s": max(last_unit_s, self._last_unit_s),
+                "idle_s": time.monotonic() - self._last_unit_s,
                 "incarnation": self.incarnation,
             }
 
@@ -299,6 +317,7 @@ class WorkerHost:
     def _start(self) -> None:
         self._state = "active"
         self._first_unit_s = None
+        self._worked.clear()
         self._failure = None
         self._loop.call("feed", self.spec.replica)
         self._running.set()
@@ -449,6 +468,7 @@ class WorkerHost:
             self._last_unit_s = end_s
             if self._first_unit_s is None:
                 self._first_unit_s = begin_s
+                self._worked.set()
             feed.answer(answers)
 
 
