@@ -75,8 +75,15 @@ class MovePlan(_Part):
         default=16, ge=1, description="gains outside their interval in a row, then safe mode"
     )
     step_limit_s: float = Field(default=20.0, gt=0, description="time limit of one gate step")
+    reboot_limit_s: float = Field(
+        default=120.0, gt=0, description="the same where processes start anew and load a bundle"
+    )
     allow: tuple[str, ...] = ("pause", "reshard", "reboot")
     rules_may_thaw: tuple[str, ...] = ()
+
+    def limit_s(self, strategy: str) -> float:
+        """Time limit of one gate step of a move with this strategy, in seconds."""
+        return self.reboot_limit_s if strategy == "reboot" else self.step_limit_s
 
 
 class TrainingView(_Part):

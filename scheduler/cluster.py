@@ -125,6 +125,8 @@ def _environment(token_path: Path, temp_dir: str) -> dict[str, str]:
         "RAY_task_events_report_interval_ms": "0",
         "RAY_enable_timeline": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Each worker has a core of its own; Ray would let every other program go first.
+        "RAY_worker_niceness": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
         # A job that dies must not take the actors of others along, and a lost raylet must be
         # noticed before a step's time limit.

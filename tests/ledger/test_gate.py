@@ -533,6 +533,19 @@ def test_a_step_after_its_time_limit_is_refused(gate: Gate, clock: Clock, reache
         step(gate, grant, "rolled_back")
 
 
+def test_a_reboot_has_a_limit_of_its_own(gate: Gate, clock: Clock) -> None:
+    """Processes start anew within a step, which takes longer than any step of the other moves."""
+    running(gate, step_limit_s=20.0, reboot_limit_s=90.0)
+    gate.ledger.append("j", bundle())
+    grant = granted(gate, strategy="reboot")
+    step(gate, grant, "quiesced")
+    clock.boot_s += 89.0
+    step(gate, grant, "transferred")
+    clock.boot_s += 91.0
+    with pytest.raises(StepTimeout, match=r"within 90 s of .*found 91\.000 s"):
+        step(gate, grant, "verified")
+
+
 def test_repeating_a_step_is_never_too_late(gate: Gate, clock: Clock) -> None:
     running(gate)
     grant = advance(gate, granted(gate), "quiesced")
