@@ -36,6 +36,7 @@ TURN_WAIT_S = (0.002, 0.02)
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
 FIND_LIMIT_S = 10.0
+WATCH_S = 15.0
 NO_WORK_S = 0.05
 """A replica that was given nothing for so long has nothing to work on."""
 
@@ -159,8 +160,9 @@ class WorkerHost:
         )
 
     def watch(self) -> None:
-        """Never returns: whoever waits for this call learns at once when the process dies."""
-        threading.Event().wait()
+        """Takes long: whoever waits for this call learns at once when the process dies, and calls
+        again when it ends. A caller that died holds one of this process's threads until then."""
+        threading.Event().wait(WATCH_S)
 
     def attach(self, assignment: Assignment) -> dict[str, Any]:
         """Serve a job. Changes nothing that a job owns: refused while another's state is here."""

@@ -71,3 +71,22 @@ def test_a_warm_process_without_a_device_holds_nothing(on_ray: OnRay) -> None:
             assert (status["resident_bytes"] > 0) == (replica in placed), replica
     running.wait(120)
     running.end()
+
+
+def test_many_callers_that_died_leave_a_worker_able_to_answer(on_ray: OnRay) -> None:
+    """A loop watches every worker; attempts and jobs that ended must not use up its threads."""
+    import ray
+
+    from shiftbook.scheduler.fleet import HOST_THREADS
+    from shiftbook.scheduler.workers.host import WATCH_S
+
+    replica, status = next(iter(on_ray.statuses().items()))
+    handle = ray.get_actor(f"host:{replica}", namespace="shiftbook")
+
+    @ray.remote(num_cpus=0)
+    def watch_and_die() -> None:
+        handle.watch.remote()
+
+    ray.get([watch_and_die.remote() for _ in range(2 * HOST_THREADS)], timeout=60)
+    answer = ray.get(handle.status.remote(), timeout=4 * WATCH_S)
+    assert answer["incarnation"] == status["incarnation"]
