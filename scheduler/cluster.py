@@ -81,6 +81,8 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A call without a connection is an error; Ray would start a cluster of its own for it.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -256,9 +258,7 @@ def node_address() -> str:
 def stop_head(cluster: ClusterFile, *, limit_s: float = STOP_LIMIT_S) -> None:
     """Stop every process of this cluster, and of no other, and remove its folder."""
     with contextlib.suppress(MissingExtra):
-        ray = import_ray()
-        if ray.is_initialized():
-            ray.shutdown()
+        _disconnect(import_ray(), cluster)
     pids = list(processes(cluster))
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in pids:
@@ -270,6 +270,14 @@ def stop_head(cluster: ClusterFile, *, limit_s: float = STOP_LIMIT_S) -> None:
         if not any(_alive(pid) for pid in pids):
             break
     shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _disconnect(ray: Any, cluster: ClusterFile) -> None:
+    """Leave a cluster; a connection to another one stays."""
+    if ray.is_initialized():
+        port = str(ray.get_runtime_context().gcs_address).rpartition(":")[2]
+        if port == cluster.address.rpartition(":")[2]:
+            ray.shutdown()
 
 
 def _alive(pid: int) -> bool:
