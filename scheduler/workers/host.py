@@ -36,7 +36,7 @@ TURN_WAIT_S = (0.002, 0.02)
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
 FIND_LIMIT_S = 10.0
-WATCH_S = 15.0
+WATCH_S = 5.0
 NO_WORK_S = 0.05
 """A replica that was given nothing for so long has nothing to work on."""
 
