@@ -1,4 +1,4 @@
-"""A handle's connections: one that writes, a few that read, closed safely however the handle ends."""
+"""A handle's connections: one that writes, a few that read; closed safely however it ends."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ class Patience:
     """How long to go on trying after a connection broke."""
 
     def __init__(self, limit_s: float) -> None:
-        self._deadline_s = time.monotonic() + limit_s
+        self._limit_s = limit_s
+        self._deadline_s: float | None = None
         self._pause_s = FIRST_PAUSE_S
 
     def again(self) -> bool:
-        """Wait a little and say True, or say False at the end of the time."""
+        """Wait a little and say True, or say False at the end of the time.
+
+        The time begins with the first call: what broke may have been waited for before.
+        """
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._limit_s
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
             return False
@@ -79,7 +85,7 @@ class Connections:
                     connection.close()
 
     def waker(self) -> Waker | None:
-        """What wakes followers, one for the whole handle; None where the store has no such thing."""
+        """What wakes followers, one for a whole handle; None where the store has no such thing."""
         with self._change:
             if self._waker is None and not self._closed:
                 self._waker = self._dialect.waker()

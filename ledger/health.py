@@ -38,7 +38,7 @@ NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "ceph", "fuse.glus
 
 EXTRAS = {
     "job": ("torch", "ray", "numba", "numpy", "safetensors"),
-    "postgres": ("psycopg", "adbc_driver_postgresql"),
+    "postgres": ("psycopg",),
     "service": ("fastapi", "uvicorn", "prometheus_client"),
     "test": ("pytest", "hypothesis"),
 }

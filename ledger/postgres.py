@@ -34,10 +34,10 @@ MARK = "shiftbook ledger"
 """Comment on the table of events, so that nobody else's table is taken for a ledger."""
 
 HOLD_S = 10.0
-"""Longest that a transaction may wait for its client: a stopped process gives the lock back then."""
+"""Longest that a transaction waits for its client: a stopped process gives the lock back then."""
 
 TRANSACTION_S = 60.0
-"""Longest transaction (PostgreSQL 17 and newer): also ends one that stopped while it was sending."""
+"""Longest transaction (PostgreSQL 17 and newer): ends one that stopped while it was sending."""
 
 ANSWER_MARGIN_S = 2.0
 """What the client waits for an answer beyond the longest wait for the lock."""

@@ -67,7 +67,7 @@ class Session:
         """Run a statement; without parameters it may be several, separated by semicolons."""
         try:
             if not parameters:
-                return self.wire.execute(text)  # type: ignore[call-overload]
+                return self.wire.execute(text, prepare=False)  # type: ignore[call-overload]
             return self.wire.execute(text, parameters, binary=True)  # type: ignore[call-overload]
         except AnswerLate:
             self.wire.close()  # an answer that came later would be taken for the next one's

@@ -1,4 +1,4 @@
-"""URLs of PostgreSQL ledgers: what may stand in them, and how they are shown without credentials."""
+"""URLs of PostgreSQL ledgers: what may stand in them; how they are shown, without credentials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LISTEN: wakes followers at a commit; they look by themselves as well, so a lost one costs time."""
+"""LISTEN wakes followers at a commit; they look by themselves too, so a lost one costs time."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _Lost:
 
 
 class _Broken(Exception):
-    """The connection is gone; ``lost`` where a commit was under way, ``away`` where none was made."""
+    """The connection is gone: ``lost`` in a commit, or ``away`` where none could be made."""
 
     def __init__(
         self, explained: LedgerError, lost: _Lost | None = None, *, away: bool = False
@@ -219,7 +219,7 @@ class Store:
                 # A server that was not there to begin with is not waited for.
                 waited = broken.lost is not None or first is not None or not broken.away
                 first = first or broken.explained
-                if not (waited and self.dialect.retry_s and patience.again()):
+                if not (waited and patience.again()):
                     raise self._given_up(lost, first) from first.__cause__
             except LedgerError as error:
                 if lost is None or isinstance(error, NotALedger):

@@ -100,9 +100,7 @@ class PostgresServer:
             host: str | None = None, port: int = PORT) -> str:  # fmt: skip
         """Ledger URL of a schema; another host or port is a way there, such as a proxy."""
         place = quote(host or str(self.folder), safe="")
-        return (
-            f"postgresql+psycopg://{user}@:{port}/{database}?host={place}&schema={schema}"
-        )
+        return f"postgresql+psycopg://{user}@:{port}/{database}?host={place}&schema={schema}"
 
     @property
     def socket(self) -> Path:
