@@ -52,6 +52,8 @@ class Dialect(ABC):
     """Without credentials."""
     path: Path | None
     """File of the ledger, where it has one."""
+    schema: str | None = None
+    """Schema of the tables, where the database has such."""
     sql: SqlDialect
     """SQLAlchemy's dialect, which compiles the statements."""
     errors: tuple[type[Exception], ...]

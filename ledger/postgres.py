@@ -67,7 +67,7 @@ class PostgresDialect(Dialect):
     poll_s = 0.5
 
     def __init__(self, url: URL, *, lock_timeout_s: float) -> None:
-        self.schema = postgres_url.schema_of(url)
+        self.schema: str = postgres_url.schema_of(url)
         self.url = postgres_url.public(url)
         self.sql = PGDialect_psycopg(paramstyle="format")
         self.retry_s = lock_timeout_s

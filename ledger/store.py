@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.connections import Connections, Patience
+from shiftbook.ledger.derived import HEAD, revision_of, upgrade
 from shiftbook.ledger.dialect import Connection, Dialect, Waker
 from shiftbook.ledger.errors import (
     AppendInDoubt,
@@ -91,6 +92,7 @@ class Store:
         self._in_doubt = False
         self._reads: dict[tuple[bool, int, bool, bool], Statement] = {}
         self._closed = False
+        self._revision: str | None = None
         try:
             self._connect(create)
         except BaseException:
@@ -111,6 +113,8 @@ class Store:
         if not self.read_only:
             self.dialect.lock()
             try:
+                if self._revision != HEAD:
+                    upgrade(self.dialect)
                 self._open_writer()
             finally:
                 self.dialect.unlock()
@@ -119,6 +123,7 @@ class Store:
         for text in Statements.create(self.dialect):
             connection.execute(text)
         connection.execute(self.statements.add_meta.text, ("storage_schema", str(STORAGE_SCHEMA)))
+        connection.execute(self.statements.add_revision.text, (HEAD,))
 
     def _new_reader(self) -> Connection:
         connection = self.dialect.reader()
@@ -150,6 +155,10 @@ class Store:
                 f"expected storage schema {STORAGE_SCHEMA} or older in {self.dialect.url}, found "
                 f"{found}; install a newer Shiftbook"
             )
+        try:
+            self._revision = revision_of(self.dialect, connection, self.statements.revision)
+        except self.dialect.errors as error:
+            raise self.dialect.explain(error) from error
 
     def _open_writer(self) -> Connection:
         """Open for writing, under the lock; after a commit in doubt, settle and verify first."""

@@ -15,6 +15,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    String,
     Table,
     Text,
     UniqueConstraint,
@@ -83,6 +84,13 @@ META = Table(
     Column("name", _Text, primary_key=True),
     Column("value", _Text, nullable=False),
 )
+
+
+REVISION = Table("derived_revision", METADATA, Column("version_num", String(32), primary_key=True))
+"""Where alembic keeps the revision of the tables beside the events, see derived.py."""
+
+KNOWN = ("0001",)
+"""Revisions that this build knows, oldest first."""
 
 
 class Statement:
@@ -163,6 +171,8 @@ class Statements:
         self.first_of_job = make(select(_e.position).where(_e.job == of, _e.version == 0))
         self.schema = make(select(META.c.value).where(META.c.name == "storage_schema"))
         self.add_meta = make(insert(META))
+        self.revision = make(select(REVISION.c.version_num))
+        self.add_revision = make(insert(REVISION))
 
     def insert_rows(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert rows of events, INSERT_ROWS in one statement where there are so many."""
@@ -177,7 +187,7 @@ class Statements:
     def create(dialect: Dialect) -> list[str]:
         """Statements that make the tables, indexes and triggers."""
         texts = []
-        for table in (EVENTS, META):
+        for table in (EVENTS, META, REVISION):
             texts.append(str(CreateTable(table).compile(dialect=dialect.sql)))
             for index in sorted(table.indexes, key=lambda index: str(index.name)):
                 texts.append(str(CreateIndex(index).compile(dialect=dialect.sql)))
