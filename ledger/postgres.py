@@ -69,7 +69,7 @@ class PostgresDialect(Dialect):
     def __init__(self, url: URL, *, lock_timeout_s: float) -> None:
         self.schema: str = postgres_url.schema_of(url)
         self.url = postgres_url.public(url)
-        self.sql = PGDialect_psycopg(paramstyle="format")
+        self.sql = PGDialect_psycopg(paramstyle="format")  # type: ignore[no-untyped-call]
         self.retry_s = lock_timeout_s
         self._timeout_s = lock_timeout_s
         self._parameters = postgres_url.parameters(url) | {

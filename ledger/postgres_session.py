@@ -28,11 +28,9 @@ class _Wire(psycopg.Connection[tuple[Any, ...]]):
 
     answer_s: float | None = None
 
-    def wait(self, gen: Any, *args: Any, timeout: float | None = None, **kwargs: Any) -> Any:
+    def wait(self, gen: Any, *args: Any, **kwargs: Any) -> Any:
         """Wait as psycopg does, ``answer_s`` at most where the caller sets no limit."""
-        if timeout is not None:
-            return super().wait(gen, *args, timeout=timeout, **kwargs)
-        if self.answer_s is not None:
+        if self.answer_s is not None and kwargs.get("timeout") is None:
             gen = _limited(gen, self.answer_s)
         return super().wait(gen, *args, **kwargs)
 
