@@ -190,6 +190,16 @@ def open_dialect(url: str, *, lock_timeout_s: float) -> Dialect:
     return SqliteDialect(Path(parsed.database), lock_timeout_s=lock_timeout_s)
 
 
+def public_url(url: str) -> str:
+    """A ledger's URL as it may be stored and shown: without user, password and options.
+
+    Raises InvalidURL where it names no store.
+    """
+    if url.startswith("sqlite:"):
+        return url
+    return open_dialect(url, lock_timeout_s=0.0).url
+
+
 def _open_postgres(parsed: URL, lock_timeout_s: float) -> Dialect:
     try:
         from shiftbook.ledger.postgres import PostgresDialect

@@ -249,6 +249,11 @@ class Ledger:
                 raise
         return state
 
+    @property
+    def mirror_file(self) -> Path:
+        """Where the columnar copy of this ledger stands, see mirror.py."""
+        return self._store.dialect.mirror_file
+
     def jobs(self) -> list[str]:
         """Names of the jobs, in the order in which they came."""
         return self._store.jobs()
