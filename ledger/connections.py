@@ -14,6 +14,9 @@ from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 """Pauses between tries to connect again: the second try comes soon, later ones less often."""
 
+CLOSE_LIMIT_S = 15.0
+"""Longest wait at closing for reads that are under way; each is a short one."""
+
 
 class Patience:
     """How long to go on trying after a connection broke."""
@@ -99,7 +102,8 @@ class Connections:
         with self._change:
             self._closed = True
             self._change.notify_all()
-            self._change.wait_for(lambda: not self._lent)
+            # A thread that never comes back must not keep a program from ending.
+            self._change.wait_for(lambda: not self._lent, CLOSE_LIMIT_S)
             idle, self._idle = self._idle, []
             writer, self.writer = self.writer, None
             waker, self._waker = self._waker, None
