@@ -25,9 +25,6 @@ from shiftbook.ledger.transaction import Transaction
 
 __all__ = ["Decision", "Head", "Ledger", "Receipt"]
 
-POLL_S = 0.05
-"""Pause of ``follow`` between two looks at the head."""
-
 
 def _default_writer() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -113,7 +110,8 @@ class Ledger:
         """Append what ``fn`` returns for the state at the head, with nobody appending in between.
 
         ``fn`` runs under the append lock of all processes: keep it short, and do not append in
-        it. The events of its decision get the positions ``state.size``, ``state.size + 1``, ...
+        it. Where the connection to a server breaks, ``fn`` is called again, with the state of then.
+        The events of its decision get the positions ``state.size``, ``state.size + 1``, ...
         The state is not to be changed. Legality is the gate's to check. Returns None where ``fn``
         decided nothing.
         """
@@ -128,11 +126,14 @@ class Ledger:
             )
 
         with self._group.alone():
+            # Most of the fold before the lock: nobody waits for a handle that reads a long book.
+            self._fold(None)
             return self._store.transact(work)
 
     def _commit(self, group: Sequence[Request]) -> None:
         def work(transaction: Transaction) -> None:
             for request in group:
+                request.receipt = request.error = None  # of a try whose connection broke
                 try:
                     request.receipt = transaction.append(request)
                 except LedgerError as error:
@@ -197,20 +198,31 @@ class Ledger:
         raise UnknownPosition(position, self._store.head().size)
 
     def follow(
-        self, after: int = -1, *, poll_s: float = POLL_S, stop: threading.Event | None = None
+        self,
+        after: int = -1,
+        *,
+        poll_s: float | None = None,
+        stop: threading.Event | None = None,
     ) -> Iterator[StoredEvent]:
         """Every event after a position, in order and once, and then each new one as it comes.
 
-        Ends when ``stop`` is set or the handle is closed.
+        Looks at the head every ``poll_s`` (default: 0.05 on SQLite; 0.5 on PostgreSQL, which
+        tells of commits as well). Ends when ``stop`` is set or the handle is closed.
         """
         stop = stop or self._closing
+        poll_s = self._store.dialect.poll_s if poll_s is None else poll_s
+        waker = self._store.waker()
         while not self._closing.is_set():
             for stored in self.read(after):
                 yield stored
                 after = stored.position
                 if stop.is_set() or self._closing.is_set():
                     return
-            if stop.wait(poll_s):
+            if waker is None:
+                stop.wait(poll_s)
+            else:
+                waker.wait(poll_s, stop)
+            if stop.is_set():
                 return
 
     def head(self) -> Head:
@@ -236,6 +248,11 @@ class Ledger:
                 self._folded.state = None
                 raise
         return state
+
+    @property
+    def mirror_file(self) -> Path:
+        """Where the columnar copy of this ledger stands, see mirror.py."""
+        return self._store.dialect.mirror_file
 
     def jobs(self) -> list[str]:
         """Names of the jobs, in the order in which they came."""

@@ -201,6 +201,18 @@ class SqliteDialect(Dialect):
             "written; end this process, and read the ledger through its handle alone"
         )
 
+    @property
+    def mirror_file(self) -> Path:
+        """Beside the ledger's file."""
+        return self.path.with_name(self.path.name + ".mirror.duckdb")
+
+    def columns(self, connection: Connection, table: str) -> set[str]:
+        """Ask SQLite, which gives no row for a table that is not there."""
+        found = connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall()
+        # A damaged name need not be text.
+        names = (row[0] for row in found)
+        return {n.decode("utf-8", "replace") if isinstance(n, bytes) else str(n) for n in names}
+
     def is_ledger(self, connection: Connection) -> bool:
         """Look at the application id in the file's header."""
         return bool(connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID)

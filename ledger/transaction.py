@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from shiftbook.ledger.canonical import decode, encode, leaf_hash
-from shiftbook.ledger.dialect import Connection
+from shiftbook.ledger.dialect import Connection, Dialect
 from shiftbook.ledger.envelope import serialise
 from shiftbook.ledger.errors import IdempotencyConflict, InvalidEvent, VersionConflict
 from shiftbook.ledger.group_commit import Item, Request
 from shiftbook.ledger.receipt import Receipt
-from shiftbook.ledger.tables import INSERT_ROWS, Statement, Statements, one
+from shiftbook.ledger.tables import Statement, Statements, one
 
 Row = tuple[Any, ...]
 """One event in the order of the table's columns."""
+
+MAX_NAME_BYTES = 1_000
+"""Longest name of a job, key, operation or writer; an index of PostgreSQL holds 2,700 bytes."""
 
 _POSITION, _VERSION, _DATA = 0, 2, 10
 
@@ -43,6 +45,7 @@ class Transaction:
 
     def __init__(
         self,
+        dialect: Dialect,
         connection: Connection,
         statements: Statements,
         known: KnownHead,
@@ -51,6 +54,7 @@ class Transaction:
         actor: str,
         recorded_ns: int,
     ) -> None:
+        self._dialect = dialect
         self._connection = connection
         self._statements = statements
         self._known = known
@@ -77,6 +81,7 @@ class Transaction:
 
     def _append(self, request: Request) -> Receipt:
         job, key = request.job, request.key
+        _refuse_names(job, key)
         if key is not None:
             earlier = self._earlier(job, key)
             if earlier:
@@ -89,6 +94,7 @@ class Transaction:
         position, recorded_ns, actor = self.size, self._recorded_ns, self._actor
         for event, operation, cause, occurred_ns, own_writer, own_sequence in request.items:
             writer = own_writer or self._writer
+            _refuse_names(writer, operation)
             last = sequences.get(writer)
             sequence = (self.sequence(writer) if last is None else last) + 1
             if own_sequence is not None and own_sequence != sequence:
@@ -162,24 +168,28 @@ class Transaction:
             return [(row[_POSITION], row[_VERSION], row[_DATA]) for row in staged]
         keyed = self._statements.keyed
         rows = self._connection.execute(keyed.text, keyed.bind(job=job, key=key)).fetchall()
-        return [(row[0], row[1], bytes(row[2])) for row in rows]
+        return sorted((row[0], row[1], bytes(row[2])) for row in rows)
 
     def write(self) -> int:
         """Insert what was staged; return its bytes."""
-        rows, single, many = self.rows, self._statements.insert, self._statements.insert_many
-        whole = len(rows) - len(rows) % INSERT_ROWS
-        for start in range(0, whole, INSERT_ROWS):
-            values = chain.from_iterable(rows[start : start + INSERT_ROWS])
-            self._connection.execute(many.text, tuple(values))
-        for row in rows[whole:]:
-            self._connection.execute(single.text, row)
-        return sum(len(row[_DATA]) for row in rows)
+        self._dialect.write(self._connection, self._statements, self.rows)
+        return sum(len(row[_DATA]) for row in self.rows)
 
     def keep(self) -> None:
         """After the commit: what was staged is known from now on."""
         self._known.size = self.size
         self._known.versions.update(self._versions)
         self._known.sequences.update(self._sequences)
+
+
+def _refuse_names(*names: str | None) -> None:
+    """Raise InvalidEvent for names that not every store can hold in its columns and indexes."""
+    for name in names:
+        if name is not None and ("\0" in name or len(name.encode()) > MAX_NAME_BYTES):
+            raise InvalidEvent(
+                f"expected names and keys of at most {MAX_NAME_BYTES} bytes without a NUL "
+                f"character, found {name[:60]!r}"
+            )
 
 
 def _content(items: Sequence[Item]) -> list[tuple[str, str | None, bytes]]:

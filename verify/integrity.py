@@ -15,6 +15,7 @@ from shiftbook.ledger.events.base import Segment
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
+from shiftbook.verify.served import ServedEvents
 from shiftbook.verify.stored import COLUMNS, DamagedPages, RawEvents, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -219,7 +220,9 @@ def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
     return ("no other fields", ", ".join(extra)[:80]) if extra else None
 
 
-def sound_events(raw: RawEvents, integrity: Integrity, until: int | None) -> Iterator[StoredEvent]:
+def sound_events(
+    raw: RawEvents | ServedEvents, integrity: Integrity, until: int | None
+) -> Iterator[StoredEvent]:
     """Walk the whole range through the first pass; yields the events before the first damage."""
     try:
         for row in raw.rows(until=until):

@@ -69,7 +69,7 @@ class RawEvents:
             dialect = open_dialect(url, lock_timeout_s=5.0)
             exists = dialect.exists()
         except LedgerError as error:
-            raise UnreadableStore(_one_line(error)) from error
+            raise UnreadableStore(one_line(error)) from error
         if not exists or dialect.path is None:
             raise UnreadableStore(
                 f"expected a ledger at {dialect.url}, found nothing; check the path"
@@ -85,10 +85,10 @@ class RawEvents:
         except (LedgerUnreachable, *_DAMAGE) as error:
             raise UnreadableStore(
                 f"expected a ledger at {self.path}, found a file that cannot be read as one "
-                f"({_one_line(error)}); check the path, or restore it from a copy"
+                f"({one_line(error)}); check the path, or restore it from a copy"
             ) from error
         except LedgerError as error:
-            raise UnreadableStore(_one_line(error)) from error
+            raise UnreadableStore(one_line(error)) from error
         self._refuse_newer()
         lacking = sorted({*COLUMNS, "data", "leaf"} - names)
         if lacking:
@@ -138,7 +138,7 @@ class RawEvents:
                     (after, limit, READ_ROWS),
                 ).fetchall()
             except _DAMAGE as error:
-                raise DamagedPages(after, _one_line(error)) from error
+                raise DamagedPages(after, one_line(error)) from error
             for values in page:
                 row = _row(values)
                 if row.position <= after:
@@ -159,7 +159,7 @@ class RawEvents:
             for job, key, first, last, count in found:
                 yield str(_plain(job)), str(_plain(key)), first, last, count
         except _DAMAGE as error:
-            raise DamagedPages(-1, _one_line(error)) from error
+            raise DamagedPages(-1, one_line(error)) from error
 
 
 def _row(values: tuple[Any, ...]) -> RawRow:
@@ -173,5 +173,6 @@ def _row(values: tuple[Any, ...]) -> RawRow:
     )
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of bounded length."""
     return " ".join(str(error).split())[:400]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.envelope import SYSTEM_JOB
 from shiftbook.ledger.errors import InvalidInput, UnknownJob, UnknownPosition
 from shiftbook.verify.coverage import Coverage
@@ -15,7 +16,8 @@ from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.integrity import Integrity, IntegrityReport, sound_events
 from shiftbook.verify.judge import Judge
-from shiftbook.verify.stored import DamagedPages, RawEvents
+from shiftbook.verify.served import open_raw
+from shiftbook.verify.stored import DamagedPages
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
 
@@ -99,7 +101,7 @@ def verify(
     """
     if until is not None and until < 0:
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
-    with RawEvents(ledger_url) as raw:
+    with open_raw(ledger_url) as raw:
         rows = EvidenceFolder(raw)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
@@ -110,7 +112,7 @@ def verify(
         report = integrity.finish()
         if until is not None and not report.findings and until >= report.events:
             raise UnknownPosition(until, report.events)
-        return _verdict(ledger_url, job, report, judge)
+        return _verdict(public_url(ledger_url), job, report, judge)
 
 
 def follow(
@@ -126,7 +128,7 @@ def follow(
 
     The same events give the same verdict as ``verify``. Raises as ``verify`` does.
     """
-    with RawEvents(ledger_url) as raw:
+    with open_raw(ledger_url) as raw:
         rows = EvidenceFolder(raw)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
@@ -150,7 +152,7 @@ def follow(
                 continue  # the end is judged at the head, not in the middle of a page
             if _all_closed(judge, job) or not sound or stop.wait(poll_s):
                 break
-        return _verdict(ledger_url, job, integrity.finish(), judge)
+        return _verdict(public_url(ledger_url), job, integrity.finish(), judge)
 
 
 def _all_closed(judge: Judge, job: str | None) -> bool:

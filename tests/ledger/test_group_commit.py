@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -28,9 +27,9 @@ def fork(reason: object) -> Event:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path):
+def ledger(store_url: str):
     clock = itertools.count(1).__next__
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", now_ns=clock) as opened:
+    with Ledger.open(store_url, now_ns=clock) as opened:
         yield opened
 
 
@@ -168,8 +167,8 @@ def test_an_interrupted_commit_leaves_nobody_waiting() -> None:
     assert isinstance(follower.error, AppendInDoubt)
 
 
-def test_waiting_for_the_lock_ends(tmp_path: Path) -> None:
-    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_s=0.05)
+def test_waiting_for_the_lock_ends(store_url: str) -> None:
+    ledger = Ledger.open(store_url, lock_timeout_s=0.05)
     caught: list[object] = []
     started, release = threading.Event(), threading.Event()
 

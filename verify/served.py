@@ -1,0 +1,126 @@
+"""Reads the rows of a ledger in a server as they are stored, in short reads that block nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from sqlalchemy import bindparam, func, select
+
+from shiftbook.ledger.dialect import Connection, open_dialect
+from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
+from shiftbook.ledger.tables import EVENTS, STORAGE_SCHEMA, Statement, Statements, one
+from shiftbook.verify.errors import UnreadableStore
+from shiftbook.verify.stored import COLUMNS, READ_ROWS, DamagedPages, RawEvents, RawRow, one_line
+
+SERVED = "postgresql"
+"""How the URL of a ledger in a server begins."""
+
+READ_LIMIT_S = 600.0
+"""Longest wait for one answer: finding keys that are split looks at every keyed event."""
+
+
+def open_raw(url: str) -> RawEvents | ServedEvents:
+    """Open the table of events of a ledger; raise UnreadableStore where there is none."""
+    return ServedEvents(url) if url.startswith(SERVED) else RawEvents(url)
+
+
+class ServedEvents:
+    """The table of events of a ledger in a server, opened for reading only.
+
+    Raises UnreadableStore where there is no ledger; what is wrong inside the table shows as rows
+    that do not fit, or as DamagedPages.
+    """
+
+    path = None
+    """It has no file, so no evidence lies beside it."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._dialect = open_dialect(url, lock_timeout_s=READ_LIMIT_S)
+            self._connection: Connection = self._dialect.reader()
+        except LedgerError as error:
+            raise UnreadableStore(one_line(error)) from error
+        try:
+            self._refuse_others()
+        except self._dialect.errors as error:
+            self._connection.close()
+            raise UnreadableStore(one_line(self._dialect.explain(error))) from error
+        except BaseException:
+            self._connection.close()
+            raise
+        events = EVENTS.c
+        columns = [events[name] for name in (*COLUMNS, "data", "leaf")]
+        self._page = Statement(
+            self._dialect,
+            select(*columns)
+            .where(events.position > bindparam("after"), events.position <= bindparam("until"))
+            .order_by(events.position)
+            .limit(bindparam("count")),
+        )
+        first, last = func.min(events.position), func.max(events.position)
+        self._split = Statement(
+            self._dialect,
+            select(events.job, events.key, first, last, func.count())
+            .where(events.key.is_not(None))
+            .group_by(events.job, events.key)
+            .having(last - first + 1 != func.count()),
+        )
+
+    def _refuse_others(self) -> None:
+        where = self._dialect.url
+        names = self._dialect.columns(self._connection, EVENTS.name)
+        lacking = sorted({*COLUMNS, "data", "leaf"} - names)
+        if lacking:
+            what = f"a table without {', '.join(lacking[:3])}" if names else "no table of events"
+            raise UnreadableStore(f"expected a ledger at {where}, found {what}; check the URL")
+        if not self._dialect.is_ledger(self._connection):
+            raise UnreadableStore(
+                f"expected a ledger at {where}, found a table of events without a ledger's mark: "
+                "another program made it, or it was edited; check the URL"
+            )
+        row = one(self._connection, Statements(self._dialect).schema)
+        found = str(row[0]) if row else ""
+        if found.isdecimal() and int(found[:9]) > STORAGE_SCHEMA:
+            raise UnreadableStore(
+                f"expected storage schema {STORAGE_SCHEMA} or older in {where}, found {found}; "
+                "verify it with a newer Shiftbook"
+            )
+
+    def __enter__(self) -> ServedEvents:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+
+    def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
+        """Rows with ``after < position <= until`` in order; raises DamagedPages."""
+        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        while True:
+            page = self._ask(self._page, after=after, until=limit, count=READ_ROWS)
+            for values in page:
+                columns = dict(zip(COLUMNS, values, strict=False))
+                after = columns["position"]
+                yield RawRow(after, columns, bytes(values[-2]), bytes(values[-1]))
+            if len(page) < READ_ROWS:
+                return
+
+    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """(job, key, first, last, count) of keys whose events are no single batch."""
+        yield from self._ask(self._split)
+
+    def _ask(self, statement: Statement, **values: Any) -> list[Any]:
+        try:
+            found = self._connection.execute(statement.text, statement.bind(**values))
+            return list(found.fetchall())
+        except self._dialect.errors as error:
+            explained = self._dialect.explain(error)
+            if isinstance(explained, LedgerUnreachable):
+                raise UnreadableStore(one_line(explained)) from error
+            raise DamagedPages(values.get("after", -1), one_line(error)) from error
