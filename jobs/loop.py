@@ -205,9 +205,7 @@ class TrainingLoop:
     def _attempt(self) -> None:
         config = self.config
         self._ledger = Ledger.open(config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
-        path = self._ledger.path
-        assert path is not None
-        self._evidence = path.with_name(path.name + ".evidence")
+        self._evidence = self._ledger.beside(".evidence")
         self._gate = Gate(self._ledger, by=BY)
         self._gate.open_job(config.job, opened(config, self.devices))
         if self._ledger.state().job(config.job).status == "closed":
@@ -217,7 +215,7 @@ class TrainingLoop:
             config.job, config.ledger_url, f"loop:{config.job}", config.worker_config()
         )
         supervisor = Supervisor(self._fleet, assignment, self._standing.payload)
-        self._recording = Recording(config.ledger_url, config.job, path)
+        self._recording = Recording(config.ledger_url, config.job)
         close_open_moves(self._ledger, config, supervisor, self._standing, BY)
         start = resume_point(self._ledger, config)
         self._start(start, supervisor)

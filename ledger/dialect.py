@@ -67,10 +67,10 @@ class Dialect(ABC):
     poll_s = 0.05
     """Pause of ``follow`` between two looks at the head."""
 
-    @property
     @abstractmethod
-    def mirror_file(self) -> Path:
-        """Where the columnar copy of the ledger stands; its folder need not exist."""
+    def beside(self, suffix: str) -> Path:
+        """A file or folder of this machine that belongs to the ledger, such as ``.mirror.duckdb``:
+        beside its file, or in the user's cache folder where it has none. Need not exist."""
 
     @abstractmethod
     def columns(self, connection: Connection, table: str) -> set[str]:
@@ -188,6 +188,12 @@ def open_dialect(url: str, *, lock_timeout_s: float) -> Dialect:
     from shiftbook.ledger.sqlite import SqliteDialect
 
     return SqliteDialect(Path(parsed.database), lock_timeout_s=lock_timeout_s)
+
+
+def side_path(url: str, suffix: str) -> Path:
+    """A file or folder of this machine that belongs to the ledger of a URL, see
+    ``Dialect.beside``; connects to nothing. Raises InvalidURL where it names no store."""
+    return open_dialect(url, lock_timeout_s=0.0).beside(suffix)
 
 
 def public_url(url: str) -> str:

@@ -249,10 +249,9 @@ class Ledger:
                 raise
         return state
 
-    @property
-    def mirror_file(self) -> Path:
-        """Where the columnar copy of this ledger stands, see mirror.py."""
-        return self._store.dialect.mirror_file
+    def beside(self, suffix: str) -> Path:
+        """A file or folder of this machine that belongs to this ledger, see ``Dialect.beside``."""
+        return self._store.dialect.beside(suffix)
 
     def jobs(self) -> list[str]:
         """Names of the jobs, in the order in which they came."""

@@ -159,7 +159,7 @@ class Mirror:
 def _writable(ledger: Ledger) -> Path | None:
     """Where the copy of a ledger stands; None where nothing can be written there."""
     try:
-        path = ledger.mirror_file
+        path = ledger.beside(".mirror.duckdb")
         if ledger.path is None:
             # In the user's cache, and like the ledger nobody else's to read.
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -155,12 +155,11 @@ class PostgresDialect(Dialect):
 
     # -- what there is ---------------------------------------------------------------------
 
-    @property
-    def mirror_file(self) -> Path:
-        """In the user's cache folder, by the hash of the URL."""
+    def beside(self, suffix: str) -> Path:
+        """In the user's cache folder, by the hash of the URL without credentials."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
-        return cache / "shiftbook" / f"{name}.mirror.duckdb"
+        return cache / "shiftbook" / f"{name}{suffix}"
 
     def exists(self) -> bool:
         """Say whether the schema has a table of the ledger's names."""

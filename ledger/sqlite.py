@@ -201,10 +201,9 @@ class SqliteDialect(Dialect):
             "written; end this process, and read the ledger through its handle alone"
         )
 
-    @property
-    def mirror_file(self) -> Path:
+    def beside(self, suffix: str) -> Path:
         """Beside the ledger's file."""
-        return self.path.with_name(self.path.name + ".mirror.duckdb")
+        return self.path.with_name(self.path.name + suffix)
 
     def columns(self, connection: Connection, table: str) -> set[str]:
         """Ask SQLite, which gives no row for a table that is not there."""

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.errors import MissingExtra
 from shiftbook.scheduler.errors import ClusterError
 
@@ -68,9 +69,9 @@ class ClusterFile:
             ) from error
 
 
-def cluster_path(ledger_file: Path) -> Path:
+def cluster_path(ledger_url: str) -> Path:
     """The file beside a ledger that says where its cluster is."""
-    return ledger_file.with_name(ledger_file.name + ".cluster.json")
+    return side_path(ledger_url, ".cluster.json")
 
 
 def import_ray() -> Any:

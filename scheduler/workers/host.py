@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from shiftbook.ledger.errors import ShiftbookError
@@ -181,13 +180,12 @@ class WorkerHost:
             if self._component is not None:
                 self._component.close()
             self.assignment = assignment
-            ledger_file = Path(assignment.ledger_url.removeprefix("sqlite:///"))
             self._checker = GrantChecker(
                 lambda: Ledger.open(assignment.ledger_url, create=False, read_only=True),
                 assignment.job,
                 () if self.spec.device is None else (self.spec.device,),
             )
-            locks = lock_directory(ledger_file)
+            locks = lock_directory(assignment.ledger_url)
             device = self.spec.device
             self._presence = None if device is None else Presence(locks, device)
             find = _line_of(assignment.loop_name)

@@ -29,7 +29,7 @@ class OnRay:
         self.cluster = cluster
         self.devices: tuple[str, ...] = cluster.devices
         self.ledger = Ledger.open(self.place.ledger_url)
-        cluster.file.save(cluster_path(self.place.ledger_file))
+        cluster.file.save(cluster_path(self.place.ledger_url))
         self.running: list[Any] = []
 
     def start(self, job: str, *, slots: int = 2, **values: Any) -> Any:
