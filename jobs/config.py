@@ -10,7 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shiftbook.checkpoint.sampler import HASH_SORT
 from shiftbook.ledger.dialect import public_url
-from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
 from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, UpdatePlan

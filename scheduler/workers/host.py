@@ -36,6 +36,8 @@ uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
 FIND_LIMIT_S = 10.0
 WATCH_S = 5.0
+LEDGER_LIMIT_S = 2.0
+"""How long a check of a grant waits for a ledger that is out of reach."""
 NO_WORK_S = 0.05
 """A replica that was given nothing for so long has nothing to work on."""
 
@@ -181,7 +183,12 @@ class WorkerHost:
                 self._component.close()
             self.assignment = assignment
             self._checker = GrantChecker(
-                lambda: Ledger.open(assignment.ledger_url, create=False, read_only=True),
+                lambda: Ledger.open(
+                    assignment.ledger_url,
+                    create=False,
+                    read_only=True,
+                    lock_timeout_s=LEDGER_LIMIT_S,
+                ),
                 assignment.job,
                 () if self.spec.device is None else (self.spec.device,),
             )
