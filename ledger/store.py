@@ -243,7 +243,7 @@ class Store:
         except BaseException:
             self._roll_back(connection)
             raise
-        if not transaction.rows:
+        if not transaction.wrote:
             self._roll_back(connection)
             return result
         try:
@@ -287,6 +287,10 @@ class Store:
             connection.close()
 
     # -- reading ---------------------------------------------------------------------------
+
+    def ask(self, statement: Statement, **values: Any) -> list[Any]:
+        """Rows of a query, as committed."""
+        return self._ask(statement, **values)
 
     def _ask(self, statement: Statement, **values: Any) -> list[Any]:
         with self._read_lock:
