@@ -7,7 +7,6 @@ ledger. A proof is checked against its own head before it is handed out.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from shiftbook.ledger.merkle import (
     verify_consistency,
     verify_inclusion,
 )
-from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.signed_note import SignedHead, strict_base64
 from shiftbook.ledger.signing_keys import Verifier
 
 INCLUSION = "shiftbook-inclusion-proof/1"
@@ -252,6 +251,6 @@ def _path(document: dict[str, Any]) -> list[bytes]:
     if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
         raise ProofInvalid("expected a list of hashes as the path of the proof, found none")
     try:
-        return [base64.b64decode(item, validate=True) for item in listed]
-    except (binascii.Error, ValueError) as error:
+        return [strict_base64(item) for item in listed]
+    except ValueError as error:
         raise ProofInvalid("expected hashes in base64 as the path, found other text") from error

@@ -35,7 +35,7 @@ class NoteSignature:
         return f"{MARK}{self.name} {base64.b64encode(self.key_id + self.signature).decode()}\n"
 
 
-def _base64(text: str) -> bytes:
+def strict_base64(text: str) -> bytes:
     """Decode base64 that has one spelling only; raise ValueError for any other."""
     try:
         data = base64.b64decode(text, validate=True)
@@ -120,7 +120,7 @@ class SignedNote:
 def _signature(line: str) -> NoteSignature:
     name, space, encoded = line.removeprefix(MARK).rpartition(" ")
     try:
-        raw = _base64(encoded)
+        raw = strict_base64(encoded)
     except ValueError:
         raw = b""
     if not line.startswith(MARK) or not space or not valid_name(name) or len(raw) < 5:
@@ -185,7 +185,7 @@ def parse_head_text(text: str) -> tuple[str, int, bytes, tuple[str, ...]]:
     ):
         raise InvalidNote(f"expected the size of a tree in digits, found {size_text[:40]!r}")
     try:
-        root = _base64(root_text)
+        root = strict_base64(root_text)
     except ValueError:
         root = b""
     if len(root) != HASH_BYTES:

@@ -304,3 +304,14 @@ def test_sign_follow_signs_what_comes_and_what_is_left(tmp_path: Path) -> None:
     with sqlite3.connect(path) as connection:
         sizes = [size for (size,) in connection.execute("select size from heads order by size")]
     assert sizes == [5, 12, 14]
+
+
+def test_a_hash_has_one_spelling(ledger: Ledger) -> None:
+    document = prove_event(ledger, 3)
+    first = document["path"][0]
+    # The last letter before the padding has two bits that base64 does not use.
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
+    other = first[:-2] + letters[letters.index(first[-2]) + 1] + "="
+    with pytest.raises(ProofInvalid, match="base64"):
+        check_proof(encode_proof({**document, "path": [other, *document["path"][1:]]}),
+                    [KEY.verifier])  # fmt: skip
