@@ -270,6 +270,11 @@ def read_published(target: str) -> Iterator[tuple[str, bytes]]:
             raise PublicationFailed(
                 f"expected published heads in {target}, found: {error.strerror}; check the path"
             ) from error
+        if not data.strip():
+            raise PublicationFailed(
+                f"expected published heads in {target}, found an empty file; check the path, or "
+                "restore the file from a copy"
+            )
         yield from _numbered(target, data)
         return
     shown = shown_url(target)

@@ -79,6 +79,9 @@ META = Table(
     Column("value", Text, nullable=False),
 )
 
+META_NAMES = ("storage_schema",)
+"""Every name that the table ``meta`` may hold; ``verify`` finds any other."""
+
 HEADS = Table(
     "heads",
     METADATA,
