@@ -128,10 +128,11 @@ class HeadSigner:
         with self._lock:
             stored = self._stored()
             size = self.ledger.head().size
-            base = 0 if stored is None else stored.size
-            if size < base:
-                raise self._rolled_back(size, _known(stored, "the table of heads"))
+            base = 0
             if stored is not None:
+                base = stored.size
+                if size < base:
+                    raise self._rolled_back(size, _known(stored, "the table of heads"))
                 self._tree.complete(base)
             root, nodes = self._extend(base, size, self._known_heads(stored, size))
             if size > base:
@@ -281,6 +282,5 @@ class HeadSigner:
             raise failed[0]
 
 
-def _known(head: SignedHead | None, whence: str) -> KnownHead:
-    assert head is not None
+def _known(head: SignedHead, whence: str) -> KnownHead:
     return KnownHead(head.size, head.root, whence)

@@ -142,6 +142,10 @@ class Integrity:
             self._flag(0, f"one storage schema from 1 to {STORAGE_SCHEMA} in the table meta",
                        f"{schema!r:.60}")  # fmt: skip
 
+    def meta_damaged(self, reason: str) -> None:
+        """Report that what the store says about itself cannot be read."""
+        self._flag(0, "a readable table meta", reason)
+
     def finish(self) -> IntegrityReport:
         """The report, with its two rows of the coverage table."""
         self._row.checks = max(self._row.checks, self._row.findings)
@@ -270,12 +274,24 @@ def sound_events(raw: RawEvents, integrity: Integrity, until: int | None) -> Ite
             stored = integrity.check(row)
             if stored is not None:
                 yield stored
+    except DamagedPages as damage:
+        integrity.damaged(damage)
+    else:
+        check_whole(raw, integrity, until)
+
+
+def check_whole(raw: RawEvents, integrity: Integrity, until: int | None) -> None:
+    """Check what shows only once all rows were read: split batches, unseen rows, the table meta."""
+    try:
         for split in raw.split_keys():
             if until is None or split[3] <= until:
                 integrity.split_key(*split)
         hidden = raw.hidden(integrity.last, integrity.report.events)
         if hidden is not None:
             integrity.hidden(*hidden)
-        integrity.meta(raw.meta())
     except DamagedPages as damage:
         integrity.damaged(damage)
+    try:
+        integrity.meta(raw.meta())
+    except DamagedPages as damage:
+        integrity.meta_damaged(damage.reason)

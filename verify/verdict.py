@@ -14,7 +14,7 @@ from shiftbook.verify.errors import NothingToJudge
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
-from shiftbook.verify.integrity import Integrity, IntegrityReport, sound_events
+from shiftbook.verify.integrity import Integrity, IntegrityReport, check_whole, sound_events
 from shiftbook.verify.judge import Judge
 from shiftbook.verify.stored import DamagedPages, RawEvents
 
@@ -159,6 +159,8 @@ def follow(
                 continue  # the end is judged at the head, not in the middle of a page
             if _all_closed(judge, job) or not sound or stop.wait(poll_s):
                 break
+        if sound:
+            check_whole(raw, integrity, integrity.last)
         heads = HeadCheck(outside())
         signed = heads.finish(raw, None, integrity.tree_damage)
         report = integrity.finish()
