@@ -22,6 +22,7 @@ from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.store import Store
 from shiftbook.ledger.tables import StoredRow
 from shiftbook.ledger.transaction import Transaction
+from shiftbook.ledger.tree import Tree
 
 __all__ = ["Decision", "Head", "Ledger", "Receipt"]
 
@@ -252,6 +253,10 @@ class Ledger:
     def beside(self, suffix: str) -> Path:
         """A file or folder of this machine that belongs to this ledger, see ``Dialect.beside``."""
         return self._store.dialect.beside(suffix)
+
+    def tree(self) -> Tree:
+        """The Merkle tree over the events, as it is stored, and its signed heads."""
+        return Tree(self._store)
 
     def jobs(self) -> list[str]:
         """Names of the jobs, in the order in which they came."""

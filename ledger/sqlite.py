@@ -260,7 +260,29 @@ class SqliteDialect(Dialect):
             "SELECT RAISE(ABORT, 'events: append only, no UPDATE'); END",
             "CREATE TRIGGER events_delete BEFORE DELETE ON events BEGIN "
             "SELECT RAISE(ABORT, 'events: append only, no DELETE'); END",
+            *self.tree_triggers(),
         )
+
+    def tree_triggers(self) -> Sequence[str]:
+        """Heads grow and cover events that are there; nodes of a level follow each other."""
+        refused = {
+            "heads": "NEW.size <= (SELECT coalesce(max(size), 0) FROM heads) OR "
+            "NEW.size > (SELECT coalesce(max(position), -1) + 1 FROM events)",
+            "nodes": "NEW.level < 1 OR NEW.number IS NOT "
+            "(SELECT coalesce(max(number), -1) + 1 FROM nodes WHERE level = NEW.level)",
+        }
+        return [
+            text
+            for table, wrong in refused.items()
+            for text in (
+                f"CREATE TRIGGER {table}_insert BEFORE INSERT ON {table} WHEN {wrong} "
+                f"BEGIN SELECT RAISE(ABORT, '{table}: not the next one'); END",
+                f"CREATE TRIGGER {table}_update BEFORE UPDATE ON {table} "
+                f"BEGIN SELECT RAISE(ABORT, '{table}: append only, no UPDATE'); END",
+                f"CREATE TRIGGER {table}_delete BEFORE DELETE ON {table} "
+                f"BEGIN SELECT RAISE(ABORT, '{table}: append only, no DELETE'); END",
+            )
+        ]
 
     def explain(self, error: Exception, *, committing: bool = False) -> LedgerError:
         """Map SQLite's result codes; see https://www.sqlite.org/rescode.html."""

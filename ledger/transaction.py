@@ -66,6 +66,27 @@ class Transaction:
         self._versions: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._keys: dict[tuple[str, str], list[Row]] = {}
+        self._beside = 0
+
+    @property
+    def wrote(self) -> bool:
+        """Whether there is anything to commit."""
+        return bool(self.rows) or self._beside > 0
+
+    def ask(self, statement: Statement, **values: Any) -> list[Any]:
+        """Rows of a query, as they stand while nobody else writes."""
+        found = self._connection.execute(statement.text, statement.bind(**values))
+        return list(found.fetchall())
+
+    def add(self, statement: Statement, **values: Any) -> None:
+        """Insert into a table beside the events, in the same commit."""
+        self._connection.execute(statement.text, statement.bind(**values))
+        self._beside += 1
+
+    def define(self, text: str) -> None:
+        """Make a table or trigger, in the same commit."""
+        self._connection.execute(text)
+        self._beside += 1
 
     def append(self, request: Request) -> Receipt:
         """Give a request's events their places, or raise why they have none.

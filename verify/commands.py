@@ -71,6 +71,25 @@ def _progress() -> Any:
     show_default=True,
     help="How the verdict is printed.",
 )
+@click.option(
+    "--heads",
+    "places",
+    multiple=True,
+    metavar="FILE|URL",
+    help="Heads published outside the database, to hold against it; may be repeated.",
+)
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="PUB",
+    help="Verifier key of the signer, or a file with it; may be repeated.",
+)
+@click.option(
+    "--require-signed",
+    is_flag=True,
+    help="Exit with 2 where events stand after the last head outside the database.",
+)
 @click.option("--record", "record_", is_flag=True, help="Write the verdict into the ledger.")
 @click.option(
     "--follow",
@@ -84,19 +103,23 @@ def verify(
     job: str | None,
     until: int | None,
     format_: str,
+    places: tuple[str, ...],
+    keys: tuple[str, ...],
+    require_signed: bool,
     record_: bool,
     follow_: bool,
 ) -> int:
     """Judge a ledger from its first event to its head.
 
-    First the stored bytes (order, hashes, evidence), then the invariants. Findings say where, what
-    was expected, what was found and what to do; the table at the end says what was checked and
-    what was not. Only reads, unless --record is given.
+    First the stored bytes (order, hashes, evidence, signed heads), then the invariants. Findings
+    say where, what was expected, what was found and what to do; the table at the end says what was
+    checked and what was not. Only reads, unless --record is given.
 
     Exit code 0: clean. 1: findings. 2: could not judge, which includes that a required invariant
     was not checked.
     """
     from shiftbook.verify import verdict as verdicts
+    from shiftbook.verify.heads import Outside
 
     if follow_ and until is not None:
         raise click.UsageError("--follow goes on to the end; leave --until away")
@@ -108,10 +131,24 @@ def verify(
             stop = threading.Event()
             with _interrupt_stops(stop):
                 verdict = verdicts.follow(
-                    url, job, stop=stop, on_finding=on_finding, on_event=on_event
+                    url,
+                    job,
+                    stop=stop,
+                    outside=lambda: Outside.read(places, keys),
+                    require_signed=require_signed,
+                    on_finding=on_finding,
+                    on_event=on_event,
                 )
         else:
-            verdict = verdicts.verify(url, job, until, on_finding=on_finding, on_event=on_event)
+            verdict = verdicts.verify(
+                url,
+                job,
+                until,
+                outside=Outside.read(places, keys),
+                require_signed=require_signed,
+                on_finding=on_finding,
+                on_event=on_event,
+            )
     _print(verdict, format_)
     if record_:
         from shiftbook.verify.recorded import record
@@ -143,7 +180,7 @@ def _print(verdict: Any, format_: str) -> None:
     if format_ == "jsonl":
         document = verdict.plain()
         for finding in verdict.findings:
-            if finding.invariant in ("integrity", "evidence"):
+            if finding.invariant in ("integrity", "evidence", "heads", "outside"):
                 _line({"kind": "finding", **finding.plain()})  # the others went out as they came
         for row in document.pop("coverage"):
             _line({"kind": "coverage", **row})

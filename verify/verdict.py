@@ -14,7 +14,8 @@ from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.findings import Finding
-from shiftbook.verify.integrity import Integrity, IntegrityReport, sound_events
+from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
+from shiftbook.verify.integrity import Integrity, IntegrityReport, check_whole, sound_events
 from shiftbook.verify.judge import Judge
 from shiftbook.verify.served import open_raw
 from shiftbook.verify.stored import DamagedPages
@@ -23,11 +24,6 @@ EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
 
 POLL_S = 0.1
 """Pause between two looks at a live ledger."""
-
-UNPROTECTED = (
-    "heads of this ledger are not signed yet: whoever can write its file could replace the whole "
-    "history unnoticed; keep the leaf of the last event somewhere else to compare"
-)
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,8 @@ class Verdict:
     findings_left_off: int = 0
     integrity_broken: bool = False
     open_operations: dict[str, list[str]] = field(default_factory=dict)
+    protected_until: int = -1
+    """Last position under a fitting head from outside the database; -1 where there is none."""
 
     @property
     def exit_code(self) -> int:
@@ -76,7 +74,8 @@ class Verdict:
             "last": self.last,
             "judged_until": self.judged_until,
             "head": self.head,
-            "unprotected_after": -1,
+            "unprotected_after": self.protected_until,
+            "unprotected": self.last - self.protected_until,
             "findings": [finding.plain() for finding in self.findings],
             "findings_left_off": self.findings_left_off,
             "could_not": list(self.could_not),
@@ -91,11 +90,15 @@ def verify(
     job: str | None = None,
     until: int | None = None,
     *,
+    outside: Outside | None = None,
+    require_signed: bool = False,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Verify a ledger, or one job of it, from its first event to the head or ``until``. Only reads.
 
+    ``outside`` are heads from outside the database and verifier keys, to hold against it;
+    ``require_signed`` makes events after the last of these heads a reason why it could not judge.
     ``on_finding`` is called with each finding of the judgement as it is made, ``on_event`` with
     each position. Raises UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
     """
@@ -103,7 +106,9 @@ def verify(
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
     with open_raw(ledger_url) as raw:
         rows = EvidenceFolder(raw)
-        integrity = Integrity(rows)
+        heads = HeadCheck(outside or Outside())
+        heads.load(raw)
+        integrity = Integrity(rows, heads)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         for stored in sound_events(raw, integrity, until):
             judge.feed(stored)
@@ -112,7 +117,10 @@ def verify(
         report = integrity.finish()
         if until is not None and not report.findings and until >= report.events:
             raise UnknownPosition(until, report.events)
-        return _verdict(public_url(ledger_url), job, report, judge)
+        signed = heads.finish(raw, until, integrity.tree_damage)
+        return _verdict(
+            public_url(ledger_url), job, report, judge, signed, require_signed, heads.has_key
+        )
 
 
 def follow(
@@ -121,12 +129,15 @@ def follow(
     *,
     stop: threading.Event,
     poll_s: float = POLL_S,
+    outside: Callable[[], Outside] = Outside,
+    require_signed: bool = False,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
 ) -> Verdict:
     """Verify a live ledger as it grows, until the judged jobs are closed, damage, or ``stop``.
 
-    The same events give the same verdict as ``verify``. Raises as ``verify`` does.
+    The same events give the same verdict as ``verify``. ``outside`` is called at the end, when
+    the last head is published. Raises as ``verify`` does.
     """
     with open_raw(ledger_url) as raw:
         rows = EvidenceFolder(raw)
@@ -152,7 +163,14 @@ def follow(
                 continue  # the end is judged at the head, not in the middle of a page
             if _all_closed(judge, job) or not sound or stop.wait(poll_s):
                 break
-        return _verdict(public_url(ledger_url), job, integrity.finish(), judge)
+        if sound:
+            check_whole(raw, integrity, integrity.last)
+        heads = HeadCheck(outside())
+        signed = heads.finish(raw, None, integrity.tree_damage)
+        report = integrity.finish()
+        return _verdict(
+            public_url(ledger_url), job, report, judge, signed, require_signed, heads.has_key
+        )
 
 
 def _all_closed(judge: Judge, job: str | None) -> bool:
@@ -167,8 +185,18 @@ def _names(judge: Judge) -> list[str]:
     return [name for name in judge.state.jobs if name != SYSTEM_JOB]
 
 
-def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -> Verdict:
-    broken = len(report.findings) > 0 and any(f.invariant == "integrity" for f in report.findings)
+def _verdict(
+    url: str,
+    job: str | None,
+    report: IntegrityReport,
+    judge: Judge,
+    signed: HeadReport,
+    require_signed: bool,
+    key_given: bool,
+) -> Verdict:
+    broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
+    if signed.sound is not None and signed.sound <= report.sound_until:
+        report.sound_until, report.head = signed.sound - 1, None
     if not broken:
         if report.events == 0:
             raise NothingToJudge(
@@ -181,15 +209,23 @@ def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -
                 "expected events of a job, found none but the ledger's own; run a job first"
             )
     coverage = judge.close()
-    for row in report.rows:
+    first_pass = [*report.rows, *signed.rows]
+    for row in first_pass:
         row.required = any(
             row.invariant in plan.required_invariants
             for name in judge.benches
             if (plan := judge.state.job(name).plan) is not None
         )
-    coverage.rows[:0] = report.rows
+    coverage.rows[:0] = first_pass
     could_not = _could_not(judge, coverage)
-    notes = [UNPROTECTED]
+    events = max(report.events, report.sound_until + 1)
+    if require_signed and events > signed.protected:
+        could_not.insert(
+            0,
+            f"{events - signed.protected} events from position {signed.protected} on stand under "
+            "no head outside the database; run `shiftbook sign`, and give --heads and --key",
+        )
+    notes = list(protection_notes(signed, events, key_given))
     if broken:
         notes.append(
             f"judged to position {report.sound_until} only: what follows the first damage proves "
@@ -198,7 +234,7 @@ def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -
     for name, bench in judge.benches.items():
         for unknown, count in bench.unknown.items():
             notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
-    findings = [*report.findings, *judge.findings]
+    findings = [*report.findings, *signed.findings, *judge.findings]
     return Verdict(
         url=url,
         jobs=tuple(judge.benches),
@@ -212,6 +248,7 @@ def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -
         findings_left_off=report.findings.left_off + judge.findings.left_off,
         integrity_broken=broken,
         open_operations=judge.open_operations(),
+        protected_until=signed.protected - 1,
     )
 
 
