@@ -119,8 +119,10 @@ class Integrity:
 
     def hidden(self, count: int, position: Any) -> None:
         """Report rows that a reader who goes by position does not see."""
+        # A row that stands nowhere points at no place; what was flagged before it does.
+        first = min((f.position for f in self.report.findings), default=0)
         self._flag(
-            position if type(position) is int else 0,
+            position if type(position) is int and position >= 0 else first,
             "each position once, from 0",
             f"{count} rows too many, one of them at position {position!r:.40}",
             "rows were forged in after the table's key was taken away",
