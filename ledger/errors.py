@@ -12,6 +12,8 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── InvalidEvent                an event that cannot be written as it is
 │   ├── UnknownJob / UnknownPosition / UnknownOperation
 │   ├── EvidenceError               a segment is missing, torn or altered
+│   ├── ArchiveError                an archive cannot be written, or is none, torn or altered
+│   │   └── ArchiveMismatch         the ledger holds other events than the archive
 │   └── SpoolError                  the local spool could not be written or read
 ├── GateError
 │   ├── Rejected                    a rule refused the proposal (rule and reason are named)
@@ -134,6 +136,14 @@ class UnknownOperation(LedgerError):
 
 class EvidenceError(LedgerError):
     """An evidence segment is missing, torn or altered."""
+
+
+class ArchiveError(LedgerError):
+    """An archive cannot be written, or the file is none, or it is torn, altered or newer."""
+
+
+class ArchiveMismatch(ArchiveError):
+    """An archive and a ledger are not of one history, or not of one that meets."""
 
 
 class SpoolError(LedgerError):

@@ -106,13 +106,18 @@ def _file(table: pa.Table) -> tuple[Segment, bytes]:
     )
     data = sink.getvalue().to_pybytes()
     segment = Segment(
-        sha256=hashlib.sha256(data).hexdigest(),
+        sha256=segment_sha256(data),
         rows=table.num_rows,
         columns=tuple(table.column_names),
         types=column_types(pq.read_schema(pa.BufferReader(data))),
         bytes=len(data),
     )
     return segment, data
+
+
+def segment_sha256(data: bytes) -> str:
+    """Name of a segment by the bytes of its file."""
+    return hashlib.sha256(data).hexdigest()
 
 
 def column_types(schema: pa.Schema) -> tuple[str, ...]:
@@ -147,7 +152,7 @@ def read_segment(place: Place, segment: Segment) -> pa.Table:
     where = source.where(segment.sha256)
     if data is None:
         raise EvidenceError(f"expected evidence at {where}, found none; restore it from a copy")
-    found = hashlib.sha256(data).hexdigest()
+    found = segment_sha256(data)
     if found != segment.sha256:
         raise EvidenceError(
             f"expected {where} with SHA-256 {segment.sha256} and {segment.bytes} bytes, found "

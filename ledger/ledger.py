@@ -135,6 +135,15 @@ class Ledger:
         with self._group.alone():
             return self._store.transact(work)
 
+    def restore(self, events: Sequence[StoredEvent]) -> None:
+        """Append events of another copy of this ledger, with the bytes and positions they have.
+
+        All or nothing, and durable on return. Raises InvalidEvent where they are not the next
+        ones, LedgerUnreachable or AppendInDoubt.
+        """
+        with self._group.alone():
+            self._store.transact(lambda transaction: transaction.restore(events))
+
     def _commit(self, group: Sequence[Request]) -> None:
         def work(transaction: Transaction) -> None:
             for request in group:

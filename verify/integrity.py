@@ -15,7 +15,8 @@ from shiftbook.ledger.events.base import Segment
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
-from shiftbook.verify.stored import COLUMNS, DamagedPages, RawEvents, RawRow
+from shiftbook.verify.sources import EventSource
+from shiftbook.verify.stored import COLUMNS, DamagedPages, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "position": int,
@@ -60,13 +61,15 @@ class Integrity:
     batch; evidence segments there and unaltered.
     """
 
-    def __init__(self, rows: RowSource) -> None:
+    def __init__(self, rows: RowSource, first: int = 0) -> None:
+        """``first`` is the position at which the range begins."""
         self.report = IntegrityReport()
         self._row = Row("", "integrity", "stored bytes whole, in order and as hashed")
         self._evidence = Row("", "evidence", "evidence segments present and unaltered")
         self._evidence.idle = "no event binds a segment"
         self._source = rows
-        self._position = -1
+        self._first = first
+        self._position = first - 1
         self._versions: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._batch: tuple[str, str] | None = None
@@ -94,8 +97,8 @@ class Integrity:
         self._broken = True
         self._flag(
             damage.after + 1,
-            "a readable table of events",
-            f"pages that cannot be read: {damage.reason}",
+            damage.expected,
+            damage.found + damage.reason,
             _CHANGED,
         )
 
@@ -181,7 +184,8 @@ class Integrity:
             (f"sequence of {stored.writer!r}", self._sequences, stored.writer, stored.sequence),
         )
         for what, last, name, found in scopes:
-            expected = last.get(name, -1) + 1
+            # What stands before the range of an archive is not there to count from.
+            expected = last.get(name, found - 1 if self._first else -1) + 1
             if found != expected:
                 self._flag(at, f"{what} {expected}", f"{found}", "events were cut out or forged in")
             last[name] = found
@@ -219,7 +223,9 @@ def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
     return ("no other fields", ", ".join(extra)[:80]) if extra else None
 
 
-def sound_events(raw: RawEvents, integrity: Integrity, until: int | None) -> Iterator[StoredEvent]:
+def sound_events(
+    raw: EventSource, integrity: Integrity, until: int | None
+) -> Iterator[StoredEvent]:
     """Walk the whole range through the first pass; yields the events before the first damage."""
     try:
         for row in raw.rows(until=until):

@@ -11,11 +11,11 @@ from shiftbook.ledger.envelope import SYSTEM_JOB
 from shiftbook.ledger.errors import InvalidInput, UnknownJob, UnknownPosition
 from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
-from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.integrity import Integrity, IntegrityReport, sound_events
 from shiftbook.verify.judge import Judge
-from shiftbook.verify.stored import DamagedPages, RawEvents
+from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events
+from shiftbook.verify.stored import DamagedPages
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
 
@@ -25,6 +25,11 @@ POLL_S = 0.1
 UNPROTECTED = (
     "heads of this ledger are not signed yet: whoever can write its file could replace the whole "
     "history unnoticed; keep the leaf of the last event somewhere else to compare"
+)
+
+RANGE_ALONE = (
+    "the archive begins at position {first}, and invariants need the events from 0 on; give "
+    "--integrity-only to ask for the stored bytes alone, or export from 0"
 )
 
 
@@ -48,6 +53,8 @@ class Verdict:
     findings_left_off: int = 0
     integrity_broken: bool = False
     open_operations: dict[str, list[str]] = field(default_factory=dict)
+    first: int = 0
+    """First position in the range: 0 but for an archive of a range."""
 
     @property
     def exit_code(self) -> int:
@@ -70,7 +77,7 @@ class Verdict:
             "verdict": self.word,
             "exit_code": self.exit_code,
             "jobs": list(self.jobs),
-            "first": 0,
+            "first": self.first,
             "last": self.last,
             "judged_until": self.judged_until,
             "head": self.head,
@@ -91,25 +98,36 @@ def verify(
     *,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
+    evidence: str | None = None,
+    integrity_only: bool = False,
 ) -> Verdict:
-    """Verify a ledger, or one job of it, from its first event to the head or ``until``. Only reads.
+    """Verify a ledger or an archive, or one job of it, to its end or ``until``. Only reads.
 
-    ``on_finding`` is called with each finding of the judgement as it is made, ``on_event`` with
-    each position. Raises UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
+    ``integrity_only`` asks for the stored bytes alone; an archive that does not begin at 0 allows
+    no other question. ``evidence`` is the folder of the segments or its URL (default: beside the
+    ledger, or inside the archive). ``on_finding`` is called with each finding of the judgement as
+    it is made, ``on_event`` with each position. Raises UnreadableStore, NothingToJudge, UnknownJob
+    or UnknownPosition.
     """
     if until is not None and until < 0:
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
-    with RawEvents(ledger_url) as raw:
-        rows = EvidenceFolder(raw)
-        integrity = Integrity(rows)
+    ledger_url = str(archive_path(ledger_url) or ledger_url)
+    with open_events(ledger_url) as raw:
+        rows = evidence_of(raw, evidence)
+        first = first_position(raw)
+        integrity = Integrity(rows, first)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         for stored in sound_events(raw, integrity, until):
-            judge.feed(stored)
+            if not (integrity_only or first):
+                judge.feed(stored)
             if on_event is not None:
                 on_event(stored.position)
         report = integrity.finish()
-        if until is not None and not report.findings and until >= report.events:
-            raise UnknownPosition(until, report.events)
+        end = first + report.events
+        if until is not None and not report.findings and not first <= until < end:
+            raise UnknownPosition(until, end)
+        if integrity_only or first:
+            return _bytes_verdict(ledger_url, report, first, integrity_only)
         return _verdict(ledger_url, job, report, judge)
 
 
@@ -121,13 +139,16 @@ def follow(
     poll_s: float = POLL_S,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
+    evidence: str | None = None,
 ) -> Verdict:
     """Verify a live ledger as it grows, until the judged jobs are closed, damage, or ``stop``.
 
     The same events give the same verdict as ``verify``. Raises as ``verify`` does.
     """
-    with RawEvents(ledger_url) as raw:
-        rows = EvidenceFolder(raw)
+    if archive_path(ledger_url) is not None:
+        raise InvalidInput("expected a ledger to follow, found an archive, which does not grow")
+    with open_events(ledger_url) as raw:
+        rows = evidence_of(raw, evidence)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         after, sound = -1, True
@@ -163,6 +184,31 @@ def _all_closed(judge: Judge, job: str | None) -> bool:
 
 def _names(judge: Judge) -> list[str]:
     return [name for name in judge.state.jobs if name != SYSTEM_JOB]
+
+
+def _bytes_verdict(url: str, report: IntegrityReport, first: int, asked: bool) -> Verdict:
+    """The verdict of the first pass alone."""
+    if report.events == 0 and not report.findings:
+        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
+    broken = any(f.invariant == "integrity" for f in report.findings)
+    notes = [UNPROTECTED]
+    if asked:
+        notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
+    could_not = [] if asked else [RANGE_ALONE.format(first=first)]
+    return Verdict(
+        url=url,
+        jobs=(),
+        findings=report.findings.sorted(),
+        coverage=Coverage(report.rows),
+        last=max(first + report.events - 1, report.sound_until),
+        judged_until=report.sound_until,
+        head=report.head.hex() if report.head else "",
+        could_not=tuple(could_not),
+        notes=tuple(notes),
+        findings_left_off=report.findings.left_off,
+        integrity_broken=broken,
+        first=first,
+    )
 
 
 def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -> Verdict:

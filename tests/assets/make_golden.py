@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from shiftbook.ledger.archive import export_archive
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.errors import ShiftbookError
 from shiftbook.ledger.events.base import Event
@@ -157,6 +158,35 @@ BROKEN: dict[str, Callable[[Path], None]] = {
 """Changes of the ledger of the job."""
 
 
+def archive(path: Path, first: int = 0) -> bytes:
+    """The archive of a ledger, from a position on."""
+    target = path.with_name("archive.tar")
+    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+        export_archive(ledger, target, first=first)
+    return target.read_bytes()
+
+
+def flipped(data: bytes) -> bytes:
+    """One bit changed in the compressed events."""
+    at = data.index(b"events/0") + 512 + 1000
+    return data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+
+
+def newer(data: bytes) -> bytes:
+    """The first member says another version."""
+    return data.replace(b'{"archive":1,', b'{"archive":2,', 1)
+
+
+ARCHIVES: dict[str, Callable[[Path], bytes]] = {
+    "archive": archive,
+    "archive-range": lambda path: archive(path, 30),
+    "archive-torn": lambda path: archive(path)[:-2000],
+    "archive-flipped": lambda path: flipped(archive(path)),
+    "archive-newer": lambda path: newer(archive(path)),
+}
+"""What archives of the ledger of the job hold."""
+
+
 def settle(path: Path) -> None:
     """Copy the log into the file, so that the file alone is the ledger."""
     with closing(sqlite3.connect(path)) as connection:
@@ -214,6 +244,12 @@ def make(out: Path) -> None:
             else:
                 _pack(Path(scratch), out / f"{name}.tar.xz")
             verdicts[name] = stated(path)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "ledger.db"
+        write_job(path)
+        for name, made in ARCHIVES.items():
+            (out / f"{name}.tar").write_bytes(made(path))
+            verdicts[name] = stated(out / f"{name}.tar")
     text = json.dumps(verdicts, indent=2, ensure_ascii=False) + "\n"
     (out / "verdicts.json").write_text(text, encoding="utf-8")
 

@@ -17,7 +17,7 @@ import pytest
 
 from shiftbook.ledger.events.base import UnknownEvent
 from shiftbook.ledger.ledger import Ledger
-from tests.assets.make_golden import BROKEN, GOOD, PLAIN, stated, unpack
+from tests.assets.make_golden import ARCHIVES, BROKEN, GOOD, PLAIN, stated, unpack
 
 ASSETS = Path(__file__).parents[1] / "assets"
 STATED: dict[tuple[str, str], dict[str, Any]] = {
@@ -35,6 +35,8 @@ def ids(value: tuple[str, str]) -> str:
 def laid_out(key: tuple[str, str], folder: Path) -> Path:
     """A golden ledger in a folder where it may be opened."""
     version, name = key
+    if name in ARCHIVES:
+        return Path(shutil.copy(ASSETS / version / f"{name}.tar", folder))
     if name != PLAIN:
         return unpack(ASSETS / version / f"{name}.tar.xz", folder)
     shutil.copy(ASSETS / version / f"{name}.db", folder / "ledger.db")
@@ -43,7 +45,7 @@ def laid_out(key: tuple[str, str], folder: Path) -> Path:
 
 
 def test_every_golden_file_has_a_stated_verdict() -> None:
-    assert {version for version, _ in STATED} >= {"schema-1"}
+    assert {version for version, _ in STATED} >= {"schema-1", "schema-2"}
     for version in {version for version, _ in STATED}:
         files = {p.name.split(".")[0] for p in (ASSETS / version).iterdir()} - {"verdicts"}
         assert files == {name for v, name in STATED if v == version}
