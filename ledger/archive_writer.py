@@ -108,8 +108,10 @@ class ArchiveWriter:
     def abandon(self) -> None:
         """Leave nothing behind; nothing happens after ``finish``."""
         if not self._file.closed:
-            self._draft.unlink(missing_ok=True)
-            self._file.close()
+            try:
+                self._draft.unlink(missing_ok=True)
+            finally:
+                self._file.close()
 
     def _end_chunk(self) -> None:
         if self._chunk:
