@@ -266,12 +266,13 @@ def test_no_space_leaves_the_old_archive_and_no_draft(small: Path, tmp_path: Pat
     target = exported(small, tmp_path / "a.tar", last=5)
     before = target.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
-    try:
-        with pytest.raises(ArchiveError, match="give it space"):
-            exported(small, target)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with Ledger.open(f"sqlite:///{small}", read_only=True) as ledger:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+        try:
+            with pytest.raises(ArchiveError, match="give it space"):
+                export_archive(ledger, target)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert target.read_bytes() == before
     assert not list(tmp_path.glob(".*draft"))
 

@@ -1,10 +1,11 @@
 """Goal: whatever call to the disk fails, and wherever a process dies, nothing acknowledged is lost.
 
-Method: strace fails each write, sync, rename, truncation and removal of an act in turn (EIO and
-ENOSPC), or kills the process at it; processes that append are killed at random moments; disks run
-full. Afterwards what was acknowledged stands, what failed stands once or not at all and its retry
-gives one, the verifier finds nothing, and the next append works. Some calls of each act are tried
-by default, all of them among the slow tests. What a power cut does to synced data is not tried.
+Method: strace fails each write, sync, rename, truncation and removal of an act in turn (EIO, for
+some ENOSPC), or kills the process at it; processes that append are killed at random moments; disks
+run full. Afterwards what was acknowledged stands, what failed stands once or not at all and its
+retry gives one, the verifier finds nothing, and the next append works. Some calls of each act are
+tried by default, all of them among the slow tests. What a power cut does to synced data is not
+tried.
 """
 
 from __future__ import annotations
@@ -274,8 +275,6 @@ def test_every_act_has_its_check() -> None:
 
 # -- calls that fail -------------------------------------------------------------------------------
 
-INJECTED = ("error=EIO", "signal=SIGKILL")
-
 
 SOME = [
     ("append", "fdatasync", "error=EIO"),
@@ -304,8 +303,14 @@ def test_some_calls(act: str, call: str, inject: str, template: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("tracing")
-@pytest.mark.parametrize("act", sorted(ACTS))
-@pytest.mark.parametrize("inject", [*INJECTED, "error=ENOSPC"])
+@pytest.mark.parametrize(
+    ("act", "inject"),
+    [
+        *((act, inject) for act in sorted(ACTS) for inject in ("error=EIO", "signal=SIGKILL")),
+        ("append", "error=ENOSPC"),
+        ("export", "error=ENOSPC"),
+    ],
+)
 def test_each_call(act: str, inject: str, template: Path, tmp_path: Path) -> None:
     calls = ("write", "pwrite64", "ftruncate") if "ENOSPC" in inject else CALLS
     tried: Counter[str] = Counter()
