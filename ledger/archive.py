@@ -168,7 +168,7 @@ def _export(
         )
     for name in sections:
         writer.section(name, sections[name])
-    size = writer.finish(leaf.hex(), shelf.missing_count)
+    size = writer.finish(shelf.missing_count)
     return Exported(
         writer.path,
         first,

@@ -29,11 +29,13 @@ from shiftbook.ledger.archive_format import (
     SECTION,
     START,
     TAIL,
+    Digest,
     Range,
     header,
     is_archive,
     note_bytes,
     plausible,
+    sealed,
 )
 from shiftbook.ledger.errors import ArchiveError
 from shiftbook.ledger.segment_place import segment_name
@@ -249,7 +251,7 @@ class _Scan:
             found.damage = "events that are not those that their member's name says"
 
     def _member(self, found: ArchiveFile) -> bool:
-        so_far = self._digest.hexdigest()
+        so_far = self._digest.copy()
         name, size = self._next_header()
         offset = self._offset
         if name == END:
@@ -269,7 +271,7 @@ class _Scan:
             raise _Damaged(f"a member named {name[:100]!r} at byte {offset - BLOCK}")
         return True
 
-    def _end(self, found: ArchiveFile, note: bytes, so_far: str) -> None:
+    def _end(self, found: ArchiveFile, note: bytes, so_far: Digest) -> None:
         rest = self._file.read(len(TAIL) + 1)
         try:
             value = orjson.loads(note)
@@ -277,9 +279,10 @@ class _Scan:
             raise _Damaged("a last member that is damaged") from error
         if not isinstance(value, dict) or note_bytes(value) != note or rest != TAIL:
             raise _Damaged("other bytes at its end than an archive ends with")
-        if value.get("sha256") != so_far:
+        found_sha256 = sealed(so_far, value)
+        if value.get("sha256") != found_sha256:
             raise _Damaged(
-                f"SHA-256 {so_far[:16]}… over its content where its end says "
+                f"SHA-256 {found_sha256[:16]}… over its content where its end says "
                 f"{str(value.get('sha256'))[:16]}…: bytes were changed"
             )
         found.end = value

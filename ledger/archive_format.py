@@ -3,8 +3,8 @@
 Members, in order: ``shiftbook-archive.json`` (version, range), then for each stretch of events the
 segments that they are the first to bind, ``evidence/SHA-256.parquet``, and the events themselves,
 ``events/FIRST-SHA-256.jsonl.zst`` (stored bytes, a line each), then ``sections/NAME``, and
-``end.json`` with the SHA-256 of everything before it. Every header is written in one way, so a
-reader knows what each byte must be. docs/archive.md has it in full.
+``end.json`` with a SHA-256 over everything before it and its own other fields. Every header is
+written in one way, so a reader knows what each byte must be. docs/archive.md has it in full.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tarfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -43,6 +43,16 @@ READ_BYTES = 1 << 20
 EVENTS = re.compile(r"events/(\d{12})-([0-9a-f]{64})\.jsonl\.zst")
 EVIDENCE = re.compile(r"evidence/([0-9a-f]{64})\.parquet")
 SECTION = re.compile(r"sections/([a-z0-9][a-z0-9._/-]{0,79})")
+
+
+class Digest(Protocol):
+    """A hash that is being computed."""
+
+    def copy(self) -> Digest: ...
+
+    def update(self, data: bytes, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,13 @@ def padding(size: int) -> bytes:
 def note_bytes(value: Mapping[str, Any]) -> bytes:
     """The one serialisation of the first and the last member."""
     return orjson.dumps(value, option=orjson.OPT_SORT_KEYS) + b"\n"
+
+
+def sealed(before: Digest, note: Mapping[str, Any]) -> str:
+    """What the last member says: SHA-256 over all before it and its own other fields, hex."""
+    digest = before.copy()
+    digest.update(note_bytes({key: value for key, value in note.items() if key != "sha256"}))
+    return digest.hexdigest()
 
 
 def is_archive(path: Path) -> bool:

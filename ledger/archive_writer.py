@@ -21,7 +21,9 @@ from shiftbook.ledger.archive_format import (
     is_archive,
     note_bytes,
     padding,
+    sealed,
 )
+from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.dialect import sync_path
 from shiftbook.ledger.errors import ArchiveError
 from shiftbook.ledger.segment_place import segment_name
@@ -38,6 +40,7 @@ class ArchiveWriter:
         self._chunk: list[bytes] = []
         self._chunk_bytes = 0
         self._chunk_first = self._next = range_.first
+        self._last = b""
         self.segments = 0
         self.segment_bytes = 0
         self._sections: list[str] = []
@@ -66,6 +69,7 @@ class ArchiveWriter:
                 f"expected event {self._next} in one line, found a line break in its bytes; "
                 "`shiftbook verify` says what is wrong with it"
             )
+        self._last = data
         self._chunk += (data, b"\n")
         self._chunk_bytes += len(data) + 1
         self._next += 1
@@ -82,20 +86,19 @@ class ArchiveWriter:
         self._member(f"sections/{name}", data)
         self._sections.append(name)
 
-    def finish(self, head: str, missing_segments: int) -> int:
-        """End, sync and name the file; its size in bytes. ``head`` is the last leaf, hex."""
+    def finish(self, missing_segments: int) -> int:
+        """End, sync and name the file; its size in bytes."""
         self._end_chunk()
         assert self._next == self._range.last + 1, (self._next, self._range)
         note = {
             "events": self._next - self._range.first,
-            "head": head,
+            "head": leaf_hash(self._last).hex(),
             "segments": self.segments,
             "segment_bytes": self.segment_bytes,
             "missing_segments": missing_segments,
             "sections": self._sections,
-            "sha256": self._digest.hexdigest(),
         }
-        self._member(END, note_bytes(note))
+        self._member(END, note_bytes({**note, "sha256": sealed(self._digest, note)}))
         self._write(TAIL)
         self._file.flush()
         os.fsync(self._file.fileno())

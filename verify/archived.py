@@ -59,6 +59,7 @@ class ArchivedEvents:
         """Rows with ``after < position <= until`` in order; raises DamagedArchive."""
         last_batch: tuple[Any, Any] = (None, None)
         position = max(after, self.first - 1)
+        leaf = b""
         try:
             for at, data in self.archive.events(position + 1):
                 if until is not None and at > until:
@@ -68,7 +69,8 @@ class ArchivedEvents:
                 if batch != last_batch and isinstance(key, str):
                     self._batches.append(_hashed(job, key))
                 last_batch, position = batch, at
-                yield RawRow(columns["position"], columns, data, leaf_hash(data))
+                leaf = leaf_hash(data)
+                yield RawRow(columns["position"], columns, data, leaf)
         except (ArchiveError, OSError) as error:
             reason = " ".join(str(error).split())
             if self.archive.damage is not None:
@@ -76,6 +78,11 @@ class ArchivedEvents:
             raise DamagedArchive(position, reason) from error
         if self.archive.damage is not None:
             raise DamagedArchive(position, self.archive.damage)
+        said = self.archive.end.get("head")
+        if position == self.archive.range.last and leaf and said != leaf.hex():
+            raise DamagedArchive(
+                position, f"leaf {leaf.hex()[:16]}… of its last event where its end says {said!r}"
+            )
 
     def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""

@@ -72,8 +72,12 @@ def create(folder: Path, tell: Tell) -> None:
 
 def export(folder: Path, tell: Tell) -> None:
     """Write an archive over an older one."""
-    with Ledger.open(f"sqlite:///{folder}/ledger.db", read_only=True) as ledger:
-        tried(tell, "export", lambda: export_archive(ledger, folder / "old.tar"))
+
+    def act() -> None:
+        with Ledger.open(f"sqlite:///{folder}/ledger.db", read_only=True) as ledger:
+            export_archive(ledger, folder / "old.tar")
+
+    tried(tell, "export", act)
 
 
 def import_(folder: Path, tell: Tell) -> None:

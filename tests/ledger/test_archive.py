@@ -392,13 +392,13 @@ def test_a_folder_and_a_missing_file(tmp_path: Path) -> None:
             ArchiveFile.open(path)
 
 
-def forged(path: Path, lines: list[bytes], last: int, sha256: str = "0" * 64) -> Path:
+def forged(path: Path, lines: list[bytes], last: int) -> Path:
     """A whole archive with any bytes for its events, from position 0."""
     writer = ArchiveWriter(path, Range(0, last, None, "tests"))
     for line in lines:
         writer.event(line)
     writer._next = last + 1
-    writer.finish(sha256, 0)
+    writer.finish(0)
     return path
 
 
@@ -451,7 +451,7 @@ def test_a_segment_of_another_name(tmp_path: Path) -> None:
     writer = ArchiveWriter(tmp_path / "a.tar", Range(0, 0, None, "tests"))
     writer.segment("0" * 64, b"other bytes")
     writer.event(envelope(0))
-    writer.finish("0" * 64, 0)
+    writer.finish(0)
     with pytest.raises(ArchiveError, match="that SHA-256"):
         imported(tmp_path / "a.tar", tmp_path / "copy.db")
     assert rows(tmp_path / "copy.db") == []

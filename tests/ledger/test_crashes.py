@@ -401,7 +401,7 @@ def killed_rounds(folder: Path, rounds: int, seed: int) -> dict[int, int]:
     return acknowledged
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [4, pytest.param(30, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(tmp_path: Path, rounds: int) -> None:
     acknowledged = killed_rounds(tmp_path, rounds, seed=rounds)
     path = tmp_path / "ledger.db"

@@ -218,7 +218,7 @@ def forge(tmp_path: Path) -> Callable[..., Verdict]:
         for event in events:
             writer.event(event if isinstance(event, bytes) else orjson.dumps(event))
         writer._next = end + 1
-        writer.finish("0" * 64, 0)
+        writer.finish(0)
         return verify(str(tmp_path / "forged.tar"), integrity_only=True)
 
     return make
@@ -256,6 +256,15 @@ def test_fewer_and_more_events_than_the_range_says(forge: Callable[..., Verdict]
     assert verdict.findings[0].position == 1
     assert "found them to end or jump after 0" in verdict.findings[0].found
     assert forge(envelope(0), envelope(1), last=0).exit_code == 1
+
+
+def test_an_end_that_names_another_head(
+    forge: Callable[..., Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_writer, "leaf_hash", lambda data: bytes(32))
+    verdict = forge(envelope(0), envelope(1))
+    assert [f.position for f in verdict.findings] == [2]
+    assert "of its last event where its end says" in verdict.findings[0].found
 
 
 def test_a_key_that_was_used_twice(forge: Callable[..., Verdict]) -> None:
