@@ -18,6 +18,8 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── NoSignedHead                nothing was signed that could be proved against
 │   ├── SigningRefused              the ledger does not continue what was signed before
 │   ├── PublicationFailed           a signed head did not reach a place outside the database
+│   ├── ArchiveError                an archive cannot be written, or is none, torn or altered
+│   │   └── ArchiveMismatch         the ledger holds other events than the archive
 │   └── SpoolError                  the local spool could not be written or read
 ├── GateError
 │   ├── Rejected                    a rule refused the proposal (rule and reason are named)
@@ -168,6 +170,14 @@ class SigningRefused(LedgerError):
 
 class PublicationFailed(LedgerError):
     """A signed head did not reach a place outside the database; it is offered again next time."""
+
+
+class ArchiveError(LedgerError):
+    """An archive cannot be written, or the file is none, or it is torn, altered or newer."""
+
+
+class ArchiveMismatch(ArchiveError):
+    """An archive and a ledger are not of one history, or not of one that meets."""
 
 
 class SpoolError(LedgerError):

@@ -18,7 +18,7 @@ from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.findings import Finding
-from shiftbook.verify.served import Raw
+from shiftbook.verify.sources import EventSource
 from shiftbook.verify.stored import DamagedPages
 
 TABLE = "the table of heads"
@@ -105,7 +105,7 @@ class HeadCheck:
     def _on_node(self, level: int, number: int, value: bytes) -> None:
         self._nodes[level, number] = value
 
-    def load(self, raw: Raw) -> None:
+    def load(self, raw: EventSource) -> None:
         """Read the heads; before the events, so that roots are kept as the events pass."""
         self._loaded = True
         for place, heads in self._outside.places:
@@ -127,7 +127,7 @@ class HeadCheck:
         """Whether signatures are checked."""
         return bool(self._outside.verifiers)
 
-    def finish(self, raw: Raw, until: int | None, damage: int | None) -> HeadReport:
+    def finish(self, raw: EventSource, until: int | None, damage: int | None) -> HeadReport:
         """Hold every head against the tree; ``until`` limits them to those that it covers.
 
         ``damage`` is the first position at which the bytes themselves are known to be others than
@@ -212,7 +212,7 @@ class HeadCheck:
                 return None
         return _Claim(where, head.size, head.root, outside)
 
-    def _read_again(self, raw: Raw) -> None:
+    def _read_again(self, raw: EventSource) -> None:
         """Roots for heads that came while a live ledger was followed."""
         missing = {claim.size for claim in self._claims} - set(self._roots)
         if not missing:
@@ -324,7 +324,7 @@ class HeadCheck:
                     do=_RESTORE_PLACE,
                 )
 
-    def _judge_nodes(self, raw: Raw) -> None:
+    def _judge_nodes(self, raw: EventSource) -> None:
         """Stored roots of full tiles, against those that the events give."""
         size = max(self._table, default=0)
         expected = {
@@ -333,7 +333,10 @@ class HeadCheck:
             if (key[1] + 1) << key[0] * TILE_HEIGHT <= size
         }
         try:
-            for level, number, value in raw.nodes():
+            stored = raw.nodes()
+            if stored is None:
+                return
+            for level, number, value in stored:
                 if type(level) is not int or type(number) is not int:
                     self._flag(0, "numbers in the table of nodes", f"{level!r:.40}", _EDITED)
                     return

@@ -17,7 +17,7 @@ from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
 from shiftbook.verify.heads import HeadCheck
-from shiftbook.verify.served import Raw
+from shiftbook.verify.sources import EventSource
 from shiftbook.verify.stored import COLUMNS, DamagedPages, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -63,14 +63,16 @@ class Integrity:
     batch; evidence segments there and unaltered.
     """
 
-    def __init__(self, rows: RowSource, heads: HeadCheck | None = None) -> None:
+    def __init__(self, rows: RowSource, heads: HeadCheck | None = None, first: int = 0) -> None:
+        """``first`` is the position at which the range begins."""
         self._heads = heads
         self.report = IntegrityReport()
         self._row = Row("", "integrity", "stored bytes whole, in order and as hashed")
         self._evidence = Row("", "evidence", "evidence segments present and unaltered")
         self._evidence.idle = "no event binds a segment"
         self._source = rows
-        self._position = -1
+        self._first = first
+        self._position = first - 1
         self._versions: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._batch: tuple[str, str] | None = None
@@ -101,8 +103,8 @@ class Integrity:
         self._damage_tree(damage.after + 1)
         self._flag(
             damage.after + 1,
-            "a readable table of events",
-            f"pages that cannot be read: {damage.reason}",
+            damage.expected,
+            damage.found + damage.reason,
             _CHANGED,
         )
 
@@ -232,7 +234,8 @@ class Integrity:
             (f"sequence of {stored.writer!r}", self._sequences, stored.writer, stored.sequence),
         )
         for what, last, name, found in scopes:
-            expected = last.get(name, -1) + 1
+            # What stands before the range of an archive is not there to count from.
+            expected = last.get(name, found - 1 if self._first else -1) + 1
             if found != expected:
                 self._flag(at, f"{what} {expected}", f"{found}", "events were cut out or forged in")
             last[name] = found
@@ -270,7 +273,9 @@ def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
     return ("no other fields", ", ".join(extra)[:80]) if extra else None
 
 
-def sound_events(raw: Raw, integrity: Integrity, until: int | None) -> Iterator[StoredEvent]:
+def sound_events(
+    raw: EventSource, integrity: Integrity, until: int | None
+) -> Iterator[StoredEvent]:
     """Walk the whole range through the first pass; yields the events before the first damage."""
     try:
         for row in raw.rows(until=until):
@@ -283,7 +288,7 @@ def sound_events(raw: Raw, integrity: Integrity, until: int | None) -> Iterator[
         check_whole(raw, integrity, until)
 
 
-def check_whole(raw: Raw, integrity: Integrity, until: int | None) -> None:
+def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> None:
     """Check what shows only once all rows were read: split batches, unseen rows, the table meta."""
     try:
         for split in raw.split_keys():

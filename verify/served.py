@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any
 
 from sqlalchemy import ColumnElement, Table, bindparam, func, or_, select
 
@@ -30,7 +30,7 @@ READ_LIMIT_S = 600.0
 """Longest wait for one answer: finding keys that are split looks at every keyed event."""
 
 
-def open_raw(url: str) -> Raw:
+def open_raw(url: str) -> RawEvents | ServedEvents:
     """Open the table of events of a ledger; raise UnreadableStore where there is none."""
     return ServedEvents(url) if url.startswith(SERVED) else RawEvents(url)
 
@@ -43,11 +43,12 @@ class ServedEvents:
     """
 
     path = None
-    """It has no file, so no evidence lies beside it."""
+    """It has no file: evidence lies where ``evidence`` says."""
 
     def __init__(self, url: str) -> None:
         try:
             self._dialect = open_dialect(url, lock_timeout_s=READ_LIMIT_S)
+            self.evidence = self._dialect.beside(".evidence")
             self._connection: Connection = self._dialect.reader()
         except LedgerError as error:
             raise UnreadableStore(one_line(error)) from error
@@ -171,7 +172,3 @@ class ServedEvents:
             if isinstance(explained, LedgerUnreachable):
                 raise UnreadableStore(one_line(explained)) from error
             raise DamagedPages(values.get("after", -1), one_line(error)) from error
-
-
-Raw: TypeAlias = RawEvents | ServedEvents
-"""The stored tables of a ledger, in a file or in a server."""

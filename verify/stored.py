@@ -50,6 +50,8 @@ class RawRow:
 class DamagedPages(Exception):
     """The store gave up in the middle of the table; ``after`` is the last position it gave."""
 
+    expected, found = "a readable table of events", "pages that cannot be read: "
+
     def __init__(self, after: int, reason: str) -> None:
         super().__init__(reason)
         self.after, self.reason = after, reason

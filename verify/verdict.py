@@ -7,23 +7,26 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.envelope import SYSTEM_JOB
 from shiftbook.ledger.errors import InvalidInput, UnknownJob, UnknownPosition
 from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
-from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_whole, sound_events
 from shiftbook.verify.judge import Judge
-from shiftbook.verify.served import open_raw
+from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
 
 POLL_S = 0.1
 """Pause between two looks at a live ledger."""
+
+RANGE_ALONE = (
+    "the archive begins at position {first}, and invariants need the events from 0 on; give "
+    "--integrity-only to ask for the stored bytes alone, or export from 0"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class Verdict:
     open_operations: dict[str, list[str]] = field(default_factory=dict)
     protected_until: int = -1
     """Last position under a fitting head from outside the database; -1 where there is none."""
+    first: int = 0
+    """First position in the range: 0 but for an archive of a range."""
 
     @property
     def exit_code(self) -> int:
@@ -70,7 +75,7 @@ class Verdict:
             "verdict": self.word,
             "exit_code": self.exit_code,
             "jobs": list(self.jobs),
-            "first": 0,
+            "first": self.first,
             "last": self.last,
             "judged_until": self.judged_until,
             "head": self.head,
@@ -94,33 +99,44 @@ def verify(
     require_signed: bool = False,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
+    evidence: str | None = None,
+    integrity_only: bool = False,
 ) -> Verdict:
-    """Verify a ledger, or one job of it, from its first event to the head or ``until``. Only reads.
+    """Verify a ledger or an archive, or one job of it, to its end or ``until``. Only reads.
 
     ``outside`` are heads from outside the database and verifier keys, to hold against it;
     ``require_signed`` makes events after the last of these heads a reason why it could not judge.
-    ``on_finding`` is called with each finding of the judgement as it is made, ``on_event`` with
-    each position. Raises UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
+    ``integrity_only`` asks for the stored bytes and heads alone; an archive that does not begin at
+    0 allows no other question, and no head. ``evidence`` is the folder of the segments or its URL
+    (default: beside the ledger, or inside the archive). ``on_finding`` is called with each finding
+    of the judgement as it is made, ``on_event`` with each position. Raises UnreadableStore,
+    NothingToJudge, UnknownJob or UnknownPosition.
     """
     if until is not None and until < 0:
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
-    with open_raw(ledger_url) as raw:
-        rows = EvidenceFolder(raw)
-        heads = HeadCheck(outside or Outside())
-        heads.load(raw)
-        integrity = Integrity(rows, heads)
+    with open_events(ledger_url) as raw:
+        rows = evidence_of(raw, evidence)
+        first = first_position(raw)
+        heads = HeadCheck(outside or Outside()) if not first else None
+        if heads is not None:
+            heads.load(raw)
+        integrity = Integrity(rows, heads, first)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         for stored in sound_events(raw, integrity, until):
-            judge.feed(stored)
+            if not (integrity_only or first):
+                judge.feed(stored)
             if on_event is not None:
                 on_event(stored.position)
         report = integrity.finish()
-        if until is not None and not report.findings and until >= report.events:
-            raise UnknownPosition(until, report.events)
-        signed = heads.finish(raw, until, integrity.tree_damage)
-        return _verdict(
-            public_url(ledger_url), job, report, judge, signed, require_signed, heads.has_key
-        )
+        end = first + report.events
+        if until is not None and not report.findings and not first <= until < end:
+            raise UnknownPosition(until, end)
+        signed = HeadReport() if heads is None else heads.finish(raw, until, integrity.tree_damage)
+        key_given = heads is not None and heads.has_key
+        url = shown(ledger_url)
+        if integrity_only or first:
+            return _bytes_verdict(url, report, first, integrity_only, signed, key_given)
+        return _verdict(url, job, report, judge, signed, require_signed, key_given)
 
 
 def follow(
@@ -133,14 +149,17 @@ def follow(
     require_signed: bool = False,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
+    evidence: str | None = None,
 ) -> Verdict:
     """Verify a live ledger as it grows, until the judged jobs are closed, damage, or ``stop``.
 
     The same events give the same verdict as ``verify``. ``outside`` is called at the end, when
     the last head is published. Raises as ``verify`` does.
     """
-    with open_raw(ledger_url) as raw:
-        rows = EvidenceFolder(raw)
+    if archive_path(ledger_url) is not None:
+        raise InvalidInput("expected a ledger to follow, found an archive, which does not grow")
+    with open_events(ledger_url) as raw:
+        rows = evidence_of(raw, evidence)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         after, sound = -1, True
@@ -169,7 +188,7 @@ def follow(
         signed = heads.finish(raw, None, integrity.tree_damage)
         report = integrity.finish()
         return _verdict(
-            public_url(ledger_url), job, report, judge, signed, require_signed, heads.has_key
+            shown(ledger_url), job, report, judge, signed, require_signed, heads.has_key
         )
 
 
@@ -183,6 +202,40 @@ def _all_closed(judge: Judge, job: str | None) -> bool:
 
 def _names(judge: Judge) -> list[str]:
     return [name for name in judge.state.jobs if name != SYSTEM_JOB]
+
+
+def _bytes_verdict(
+    url: str,
+    report: IntegrityReport,
+    first: int,
+    asked: bool,
+    signed: HeadReport,
+    key_given: bool,
+) -> Verdict:
+    """The verdict of the first pass alone."""
+    if report.events == 0 and not report.findings:
+        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
+    broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
+    notes = list(protection_notes(signed, first + report.events, key_given))
+    if asked:
+        notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
+    could_not = [] if asked else [RANGE_ALONE.format(first=first)]
+    findings = [*report.findings, *signed.findings]
+    return Verdict(
+        url=url,
+        jobs=(),
+        findings=tuple(sorted(findings, key=lambda f: (f.position, f.invariant, f.expected))),
+        coverage=Coverage([*report.rows, *signed.rows]),
+        last=max(first + report.events - 1, report.sound_until),
+        judged_until=report.sound_until,
+        head=report.head.hex() if report.head else "",
+        could_not=tuple(could_not),
+        notes=tuple(notes),
+        findings_left_off=report.findings.left_off,
+        integrity_broken=broken,
+        first=first,
+        protected_until=signed.protected - 1,
+    )
 
 
 def _verdict(

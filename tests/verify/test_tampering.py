@@ -184,8 +184,7 @@ def test_each_column_of_an_event_emptied(copy: Signed, column: str) -> None:
     own(copy.path, f'update events set "{column}" = null where position = {at}')
     verdict = copy.verify()
     # A row without a position is seen by no reader; the gap that it leaves is.
-    assert told(verdict)[0] == ("integrity", 0 if column == "position" else at)
-    assert ("integrity", at) in told(verdict)
+    assert told(verdict)[0] == ("integrity", at)
 
 
 def test_the_key_of_an_event_emptied(copy: Signed) -> None:
