@@ -91,6 +91,8 @@ class JobConfig(BaseModel):
     bundles: str
     base_policy: str
     ledger_url: str
+    evidence: str | None = None
+    """Folder or fsspec URL of the evidence segments; None keeps them beside the ledger."""
     mover: str = "ray"
     """Entry point of ``shiftbook.movers`` that recovery opens."""
 

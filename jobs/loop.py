@@ -205,7 +205,7 @@ class TrainingLoop:
     def _attempt(self) -> None:
         config = self.config
         self._ledger = Ledger.open(config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
-        self._evidence = self._ledger.beside(".evidence")
+        self._evidence = config.evidence or self._ledger.beside(".evidence")
         self._gate = Gate(self._ledger, by=BY)
         self._gate.open_job(config.job, opened(config, self.devices))
         if self._ledger.state().job(config.job).status == "closed":

@@ -127,6 +127,10 @@ class Dialect(ABC):
         """Let them in again."""
 
     @abstractmethod
+    def tree_triggers(self) -> Sequence[str]:
+        """Statements that let the tables of heads and nodes grow in order, and in no other way."""
+
+    @abstractmethod
     def triggers(self) -> Sequence[str]:
         """Statements that make the table ``events`` append-only and gapless."""
 

@@ -22,6 +22,7 @@ from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.store import Store
 from shiftbook.ledger.tables import StoredRow
 from shiftbook.ledger.transaction import Transaction
+from shiftbook.ledger.tree import Tree
 
 __all__ = ["Decision", "Head", "Ledger", "Receipt"]
 
@@ -40,13 +41,18 @@ def _default_actor() -> str:
 class Ledger:
     """A handle on a ledger; safe to share between threads, opened anew in each process."""
 
-    def __init__(self, store: Store, *, lock_timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, *, lock_timeout_s: float, evidence: Path | str | None = None
+    ) -> None:
         self._store = store
         self._group = GroupCommit(self._commit, lock_timeout_s)
         self._folded = threading.local()
         self._closing = threading.Event()
         self.url: str = store.dialect.url
         self.path: Path | None = store.dialect.path
+        self.evidence: Path | str | None = evidence
+        if evidence is None and self.path is None:
+            self.evidence = self.beside(".evidence")
         self.writer: str = store.writer
         self.actor: str = store.actor
         self.read_only: bool = store.read_only
@@ -60,14 +66,16 @@ class Ledger:
         read_only: bool = False,
         writer: str | None = None,
         actor: str | None = None,
+        evidence: Path | str | None = None,
         lock_timeout_s: float = 10.0,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> Ledger:
         """Open a ledger by its URL, making it where there is none and ``create`` allows it.
 
         ``writer`` names this handle's events (default: a new name for each handle), ``actor``
-        says who acts (self-claimed), ``lock_timeout_s`` is the longest wait for the append lock,
-        ``now_ns`` the clock of ``recorded_ns`` (UTC nanoseconds).
+        says who acts (self-claimed), ``evidence`` is the folder of the segments or its URL (any
+        that fsspec knows; default: a folder beside the ledger's file), ``lock_timeout_s`` is the
+        longest wait for the append lock, ``now_ns`` the clock of ``recorded_ns`` (UTC nanoseconds).
 
         Raises InvalidURL, NotALedger, NewerLedger or LedgerUnreachable.
         """
@@ -79,7 +87,7 @@ class Ledger:
             actor=actor or _default_actor(),
             now_ns=now_ns,
         )
-        return cls(store, lock_timeout_s=lock_timeout_s)
+        return cls(store, lock_timeout_s=lock_timeout_s, evidence=evidence)
 
     def append(
         self,
@@ -129,6 +137,15 @@ class Ledger:
             # Most of the fold before the lock: nobody waits for a handle that reads a long book.
             self._fold(None)
             return self._store.transact(work)
+
+    def restore(self, events: Sequence[StoredEvent]) -> None:
+        """Append events of another copy of this ledger, with the bytes and positions they have.
+
+        All or nothing, and durable on return. Raises InvalidEvent where they are not the next
+        ones, LedgerUnreachable or AppendInDoubt.
+        """
+        with self._group.alone():
+            self._store.transact(lambda transaction: transaction.restore(events))
 
     def _commit(self, group: Sequence[Request]) -> None:
         def work(transaction: Transaction) -> None:
@@ -252,6 +269,10 @@ class Ledger:
     def beside(self, suffix: str) -> Path:
         """A file or folder of this machine that belongs to this ledger, see ``Dialect.beside``."""
         return self._store.dialect.beside(suffix)
+
+    def tree(self) -> Tree:
+        """The Merkle tree over the events, as it is stored, and its signed heads."""
+        return Tree(self._store)
 
     def jobs(self) -> list[str]:
         """Names of the jobs, in the order in which they came."""

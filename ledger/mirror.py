@@ -41,7 +41,7 @@ TABLES = (
 )
 """Tables that are a contract; each is made by the ``.sql`` file of its name."""
 
-LAYOUT = 1
+LAYOUT = 2
 """Version of the tables; a mirror of another layout is built again from the first event."""
 
 BATCH_EVENTS = 50_000

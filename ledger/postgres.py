@@ -271,7 +271,43 @@ END $$""",
             f"ALTER TABLE {events} ENABLE ALWAYS TRIGGER events_insert",
             f"ALTER TABLE {events} ENABLE ALWAYS TRIGGER events_change",
             f"COMMENT ON TABLE {events} IS '{MARK}'",
+            *self.tree_triggers(),
         )
+
+    def tree_triggers(self) -> Sequence[str]:
+        """Heads grow and cover events that are there; nodes of a level follow each other."""
+        schema = f'"{self.schema}"'
+        refuse = "RAISE EXCEPTION USING ERRCODE = 'integrity_constraint_violation', MESSAGE ="
+        refused = {
+            "heads": f"NEW.size <= (SELECT coalesce(max(size), 0) FROM {schema}.heads) OR "
+            f"NEW.size > (SELECT coalesce(max(position), -1) + 1 FROM {schema}.events)",
+            "nodes": "NEW.level < 1 OR NEW.number <> (SELECT coalesce(max(number), -1) + 1 "
+            f"FROM {schema}.nodes WHERE level = NEW.level)",
+        }
+        return [
+            text
+            for table, wrong in refused.items()
+            for text in (
+                f"""CREATE FUNCTION {schema}.{table}_follow() RETURNS trigger
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+IF {wrong} THEN {refuse} '{table}: not the next one'; END IF;
+RETURN NEW;
+END $$""",
+                f"CREATE TRIGGER {table}_insert BEFORE INSERT ON {schema}.{table} "
+                f"FOR EACH ROW EXECUTE FUNCTION {schema}.{table}_follow()",
+                f"""CREATE FUNCTION {schema}.{table}_refuse() RETURNS trigger
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+{refuse} '{table}: append only, no ' || TG_OP;
+END $$""",
+                f"CREATE TRIGGER {table}_change BEFORE UPDATE OR DELETE OR TRUNCATE "
+                f"ON {schema}.{table} "
+                f"FOR EACH STATEMENT EXECUTE FUNCTION {schema}.{table}_refuse()",
+                f"ALTER TABLE {schema}.{table} ENABLE ALWAYS TRIGGER {table}_insert",
+                f"ALTER TABLE {schema}.{table} ENABLE ALWAYS TRIGGER {table}_change",
+            )
+        ]
 
     def write(
         self, connection: Connection, statements: Statements, rows: Sequence[tuple[Any, ...]]

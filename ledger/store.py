@@ -285,7 +285,7 @@ class Store:
         except BaseException:
             self._roll_back(connection)
             raise
-        if not transaction.rows:
+        if not transaction.wrote:
             self._roll_back(connection)
             return result
         try:
@@ -297,7 +297,7 @@ class Store:
                 raise
             explained = self.dialect.explain(error, committing=True)
             self._in_doubt = isinstance(explained, AppendInDoubt)
-            if self._in_doubt and self.dialect.retry_s:
+            if self._in_doubt and self.dialect.retry_s and transaction.rows:
                 raise _Broken(explained, _lost(transaction, result)) from error
             raise explained from error
         transaction.keep()
@@ -344,6 +344,10 @@ class Store:
     def waker(self) -> Waker | None:
         """What wakes followers, where the store has such a thing."""
         return self._open.waker()
+
+    def ask(self, statement: Statement, **values: Any) -> list[Any]:
+        """Rows of a query, as committed."""
+        return self._ask(statement, **values)
 
     def _ask(self, statement: Statement, **values: Any) -> list[Any]:
         patience = Patience(self.dialect.retry_s)

@@ -85,6 +85,30 @@ META = Table(
     Column("value", _Text, nullable=False),
 )
 
+META_NAMES = ("storage_schema",)
+"""Every name that the table ``meta`` may hold; ``verify`` finds any other."""
+
+HEADS = Table(
+    "heads",
+    METADATA,
+    Column("size", _Integer, primary_key=True, autoincrement=False),
+    Column("note", LargeBinary, nullable=False),
+)
+"""Signed heads by their number of events; the note is stored as it was signed."""
+
+NODES = Table(
+    "nodes",
+    METADATA,
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("number", _Integer, primary_key=True, autoincrement=False),
+    Column("hash", LargeBinary, nullable=False),
+)
+"""Roots of full tiles: hash ``number`` of tile level ``level`` (from 1) in C2SP tlog-tiles. Written
+with the head that covers them, so that no proof reads more than a tile of each level."""
+
+APPEND_ONLY = (EVENTS, HEADS, NODES)
+"""Tables that only grow, in order and without gaps; triggers hold them to it."""
+
 
 REVISION = Table("derived_revision", METADATA, Column("version_num", String(32), primary_key=True))
 """Where alembic keeps the revision of the tables beside the events, see derived.py."""
@@ -187,7 +211,7 @@ class Statements:
     def create(dialect: Dialect) -> list[str]:
         """Statements that make the tables, indexes and triggers."""
         texts = []
-        for table in (EVENTS, META, REVISION):
+        for table in (*APPEND_ONLY, META, REVISION):
             texts.append(str(CreateTable(table).compile(dialect=dialect.sql)))
             for index in sorted(table.indexes, key=lambda index: str(index.name)):
                 texts.append(str(CreateIndex(index).compile(dialect=dialect.sql)))

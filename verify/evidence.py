@@ -10,7 +10,7 @@ from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
 
 if TYPE_CHECKING:
-    from shiftbook.ledger.evidence import Beside
+    from shiftbook.ledger.evidence import Place
 
 GENERATED: Mapping[str, type] = {
     "uid": str,
@@ -92,9 +92,9 @@ def check_rows(type_: str, columns: Mapping[str, list[Any]]) -> Rows:
 
 
 class EvidenceFolder:
-    """Rows from the folder of segments beside a ledger; keeps the last segment it read."""
+    """Rows from the segments of a ledger, wherever they lie; keeps the last segment it read."""
 
-    def __init__(self, place: Beside) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
         self._last: tuple[str, Segment, Rows] | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +12,13 @@ from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.envelope import ENVELOPE_FIELDS, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Segment
+from shiftbook.ledger.tables import META_NAMES, STORAGE_SCHEMA
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
-from shiftbook.verify.served import ServedEvents
-from shiftbook.verify.stored import COLUMNS, DamagedPages, RawEvents, RawRow
+from shiftbook.verify.heads import HeadCheck
+from shiftbook.verify.sources import EventSource
+from shiftbook.verify.stored import COLUMNS, DamagedPages, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "position": int,
@@ -61,17 +63,22 @@ class Integrity:
     batch; evidence segments there and unaltered.
     """
 
-    def __init__(self, rows: RowSource) -> None:
+    def __init__(self, rows: RowSource, heads: HeadCheck | None = None, first: int = 0) -> None:
+        """``first`` is the position at which the range begins."""
+        self._heads = heads
         self.report = IntegrityReport()
         self._row = Row("", "integrity", "stored bytes whole, in order and as hashed")
         self._evidence = Row("", "evidence", "evidence segments present and unaltered")
         self._evidence.idle = "no event binds a segment"
         self._source = rows
-        self._position = -1
+        self._first = first
+        self._position = first - 1
         self._versions: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._batch: tuple[str, str] | None = None
         self._broken = False
+        self.tree_damage: int | None = None
+        """First position at which other bytes stand than those that were hashed, or none."""
 
     def check(self, row: RawRow) -> StoredEvent | None:
         """Check a row; the event where it and all before it are sound, else None."""
@@ -80,7 +87,7 @@ class Integrity:
         self._gapless(row)
         stored = self._envelope(row)
         if stored is not None:
-            self._order(stored)
+            self._order(stored, row.position)
         if self._row.findings > before:
             self._broken = True
         self._row.checks += 1
@@ -93,10 +100,11 @@ class Integrity:
     def damaged(self, damage: DamagedPages) -> None:
         """Report that the store could not go on."""
         self._broken = True
+        self._damage_tree(damage.after + 1)
         self._flag(
             damage.after + 1,
-            "a readable table of events",
-            f"pages that cannot be read: {damage.reason}",
+            damage.expected,
+            damage.found + damage.reason,
             _CHANGED,
         )
 
@@ -110,6 +118,38 @@ class Integrity:
             "a retry was appended again instead of answered with its first receipt",
             (last,),
         )
+
+    def hidden(self, count: int, position: Any) -> None:
+        """Report rows that a reader who goes by position does not see."""
+        # A row that stands nowhere points at no place; what was flagged before it does.
+        first = min((f.position for f in self.report.findings), default=0)
+        self._flag(
+            position if type(position) is int and position >= 0 else first,
+            "each position once, from 0",
+            f"{count} rows too many, one of them at position {position!r:.40}",
+            "rows were forged in after the table's key was taken away",
+        )
+
+    @property
+    def last(self) -> int:
+        """Position of the last row that was checked."""
+        return self._position
+
+    def meta(self, rows: Sequence[tuple[Any, Any]]) -> None:
+        """Check what the store says about itself: the names that are known, each once, as text."""
+        listed = sorted(rows, key=repr)
+        for name, value in listed:
+            if name not in META_NAMES or not isinstance(value, str):
+                self._flag(0, f"in the table meta only {', '.join(META_NAMES)}, as text",
+                           f"{name!r:.60} with {value!r:.60}")  # fmt: skip
+        schema = [value for name, value in listed if name == "storage_schema"]
+        if schema not in [[str(known)] for known in range(1, STORAGE_SCHEMA + 1)]:
+            self._flag(0, f"one storage schema from 1 to {STORAGE_SCHEMA} in the table meta",
+                       f"{schema!r:.60}")  # fmt: skip
+
+    def meta_damaged(self, reason: str) -> None:
+        """Report that what the store says about itself cannot be read."""
+        self._flag(0, "a readable table meta", reason)
 
     def finish(self) -> IntegrityReport:
         """The report, with its two rows of the coverage table."""
@@ -144,9 +184,14 @@ class Integrity:
             )
         )
 
+    def _damage_tree(self, at: int) -> None:
+        if self.tree_damage is None or at < self.tree_damage:
+            self.tree_damage = max(0, at)
+
     def _gapless(self, row: RawRow) -> None:
         expected = self._position + 1
         if row.position != expected:
+            self._damage_tree(expected)
             found = f"position {row.position}"
             self._flag(expected, f"position {expected}", found, "events were cut out or forged in")
         self._position = row.position
@@ -154,7 +199,12 @@ class Integrity:
     def _envelope(self, row: RawRow) -> StoredEvent | None:
         at = row.position
         leaf = leaf_hash(row.data)
+        if self._heads is not None:
+            self._heads.feed(leaf)
+        if row.misfit is not None:
+            self._flag(at, "data and leaf as bytes", row.misfit)
         if leaf != row.leaf:
+            self._damage_tree(at)
             self._flag(at, f"leaf {leaf.hex()[:16]}…, the hash of the bytes",
                        f"leaf {row.leaf.hex()[:16]}…")  # fmt: skip
         try:
@@ -169,20 +219,23 @@ class Integrity:
             self._flag(at, f"an envelope with {wrong[0]}", wrong[1])
             return None
         for name in COLUMNS:
-            if row.columns[name] != value[name]:
+            found = row.columns[name]
+            if found != value[name] or type(found) is not type(value[name]):
+                if name == "position":
+                    self._damage_tree(at)
                 self._flag(at, f"column {name} {value[name]!r}, as in the bytes",
-                           f"{row.columns[name]!r}")  # fmt: skip
+                           f"{found!r}")  # fmt: skip
         body = value.pop("body")
         return StoredEvent(**value, body=body, data=row.data, leaf=row.leaf)
 
-    def _order(self, stored: StoredEvent) -> None:
-        at = stored.position
+    def _order(self, stored: StoredEvent, at: int) -> None:
         scopes: tuple[tuple[str, dict[str, int], str, int], ...] = (
             (f"version of job {stored.job!r}", self._versions, stored.job, stored.version),
             (f"sequence of {stored.writer!r}", self._sequences, stored.writer, stored.sequence),
         )
         for what, last, name, found in scopes:
-            expected = last.get(name, -1) + 1
+            # What stands before the range of an archive is not there to count from.
+            expected = last.get(name, found - 1 if self._first else -1) + 1
             if found != expected:
                 self._flag(at, f"{what} {expected}", f"{found}", "events were cut out or forged in")
             last[name] = found
@@ -221,7 +274,7 @@ def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
 
 
 def sound_events(
-    raw: RawEvents | ServedEvents, integrity: Integrity, until: int | None
+    raw: EventSource, integrity: Integrity, until: int | None
 ) -> Iterator[StoredEvent]:
     """Walk the whole range through the first pass; yields the events before the first damage."""
     try:
@@ -229,8 +282,24 @@ def sound_events(
             stored = integrity.check(row)
             if stored is not None:
                 yield stored
+    except DamagedPages as damage:
+        integrity.damaged(damage)
+    else:
+        check_whole(raw, integrity, until)
+
+
+def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> None:
+    """Check what shows only once all rows were read: split batches, unseen rows, the table meta."""
+    try:
         for split in raw.split_keys():
             if until is None or split[3] <= until:
                 integrity.split_key(*split)
+        hidden = raw.hidden(integrity.last, integrity.report.events)
+        if hidden is not None:
+            integrity.hidden(*hidden)
     except DamagedPages as damage:
         integrity.damaged(damage)
+    try:
+        integrity.meta(raw.meta())
+    except DamagedPages as damage:
+        integrity.meta_damaged(damage.reason)

@@ -6,11 +6,20 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from sqlalchemy import bindparam, func, select
+from sqlalchemy import ColumnElement, Table, bindparam, func, or_, select
 
 from shiftbook.ledger.dialect import Connection, open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
-from shiftbook.ledger.tables import EVENTS, STORAGE_SCHEMA, Statement, Statements, one
+from shiftbook.ledger.tables import (
+    EVENTS,
+    HEADS,
+    META,
+    NODES,
+    STORAGE_SCHEMA,
+    Statement,
+    Statements,
+    one,
+)
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.stored import COLUMNS, READ_ROWS, DamagedPages, RawEvents, RawRow, one_line
 
@@ -34,11 +43,12 @@ class ServedEvents:
     """
 
     path = None
-    """It has no file, so no evidence lies beside it."""
+    """It has no file: evidence lies where ``evidence`` says."""
 
     def __init__(self, url: str) -> None:
         try:
             self._dialect = open_dialect(url, lock_timeout_s=READ_LIMIT_S)
+            self.evidence = self._dialect.beside(".evidence")
             self._connection: Connection = self._dialect.reader()
         except LedgerError as error:
             raise UnreadableStore(one_line(error)) from error
@@ -110,6 +120,44 @@ class ServedEvents:
                 yield RawRow(after, columns, bytes(values[-2]), bytes(values[-1]))
             if len(page) < READ_ROWS:
                 return
+
+    def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
+        """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none."""
+        position = EVENTS.c.position
+        below = or_(position.is_(None), position <= bindparam("last"))
+        count = Statement(self._dialect, select(func.count()).where(below))
+        ((found,),) = self._ask(count, last=last)
+        if found == seen:
+            return None
+        twice = Statement(
+            self._dialect,
+            select(position)
+            .where(below)
+            .group_by(position)
+            .having(or_(func.count() > 1, position.is_(None), position < 0))
+            .limit(1),
+        )
+        rows = self._ask(twice, last=last)
+        return found - seen, rows[0][0] if rows else None
+
+    def meta(self) -> list[tuple[Any, Any]]:
+        """(name, value) of what the store says about itself; raises DamagedPages."""
+        return self._all(META, META.c.name, META.c.value)
+
+    def heads(self) -> list[tuple[Any, Any]]:
+        """(size, note) of the table of heads, smallest first, none where there is no such table."""
+        rows = self._all(HEADS, HEADS.c.size, HEADS.c.note)
+        return sorted((size, bytes(note)) for size, note in rows)
+
+    def nodes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(level, number, hash) of the table of nodes in order; raises DamagedPages."""
+        rows = self._all(NODES, NODES.c.level, NODES.c.number, NODES.c.hash)
+        yield from sorted((level, number, bytes(value)) for level, number, value in rows)
+
+    def _all(self, table: Table, *columns: ColumnElement[Any]) -> list[tuple[Any, ...]]:
+        if not self._dialect.columns(self._connection, table.name):
+            return []
+        return [tuple(row) for row in self._ask(Statement(self._dialect, select(*columns)))]
 
     def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""

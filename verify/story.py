@@ -67,8 +67,8 @@ def closing_line(verdict: Verdict) -> str:
     jobs = ", ".join(verdict.jobs) or "no job"
     found = len(verdict.findings) + verdict.findings_left_off
     return (
-        f"{verdict.word}: {found} findings in {jobs}, positions 0 to {verdict.judged_until}; "
-        f"invariants: {parts}"
+        f"{verdict.word}: {found} findings in {jobs}, positions {verdict.first} to "
+        f"{verdict.judged_until}; invariants: {parts}"
     )
 
 

@@ -27,6 +27,8 @@ class SamplesGenerated(Event):
     """The samples of one iteration; rows uid, group, turns, tokens, token_digest, logp_digest,
     version_min, version_max, replica, incarnation stand in the segment."""
 
+    schema_ = 2  # the segment names the types of its columns
+
     attempt: str
     iteration: Count
     count: Count
@@ -40,6 +42,8 @@ class SamplesGenerated(Event):
 
 class SamplesRewarded(Event):
     """Rewards of one iteration; rows uid, token_digest, reward, scorer stand in the segment."""
+
+    schema_ = 2  # the segment names the types of its columns
 
     attempt: str
     iteration: Count
@@ -61,6 +65,8 @@ class SamplesDropped(Event):
 class BatchConsumed(Event):
     """Samples as an update consumed them; rows uid, token_digest, reward, advantage, group,
     virtual_rank, tokens stand in the segment."""
+
+    schema_ = 2  # the segment names the types of its columns
 
     attempt: str
     iteration: Count

@@ -154,9 +154,11 @@ def test_a_revision_of_tomorrow_is_carried_and_refused_by_todays_code(
 
 
 def test_a_revision_that_fails_leaves_nothing_behind(old_url: str, tmp_path: Path) -> None:
+    before = tables(old_url).keys()
+    assert "derived_revision" not in before
     with pytest.raises(LedgerError):
         upgrade_to_tomorrow(old_url, tomorrow(tmp_path, "op.execute('SELECT * FROM nowhere')"))
-    assert tables(old_url).keys() == {"events", "meta"}, "not even the first revision"
+    assert tables(old_url).keys() == before, "not even the first revision"
     with Ledger.open(old_url) as ledger:
         assert ledger.append("a", fork()).first == 3
 

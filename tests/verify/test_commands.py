@@ -108,8 +108,8 @@ def test_json_is_a_contract(
     assert code == document["exit_code"] == 1
     assert set(document) == {
         "ledger", "verdict", "exit_code", "jobs", "first", "last", "judged_until", "head",
-        "unprotected_after", "findings", "findings_left_off", "could_not", "open_operations",
-        "notes", "coverage",
+        "unprotected_after", "unprotected", "findings", "findings_left_off", "could_not",
+        "open_operations", "notes", "coverage",
     }  # fmt: skip
     assert set(document["findings"][0]) == {
         "invariant", "severity", "job", "position", "positions", "expected", "found", "cause",
