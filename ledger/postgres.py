@@ -42,8 +42,11 @@ TRANSACTION_S = 60.0
 ANSWER_MARGIN_S = 2.0
 """What the client waits for an answer beyond the longest wait for the lock."""
 
-COPY_ROWS = 8
-"""From this number of rows on COPY is faster than INSERT."""
+CONNECT_TRIES = 3
+"""Sessions that are made before one that breaks at its first word is reported."""
+
+COPY_ROWS = 2
+"""From this number of rows on COPY is faster than as many INSERTs, each with its trigger."""
 
 READERS = 4
 """Most reading connections of one handle; with the writing and the listening one, six."""
@@ -88,16 +91,21 @@ class PostgresDialect(Dialect):
     def connect(self, *, read_only: bool, answer_s: float | None = None) -> Session:
         """Open a session; raise LedgerUnreachable where the server does not take it."""
         answer_s = self._timeout_s + ANSWER_MARGIN_S if answer_s is None else answer_s
-        try:
-            session = Session(self._parameters, answer_s=answer_s)
-        except psycopg.Error as error:
-            raise self.explain(error) from error
-        try:
-            session.execute("; ".join(self._settings(session, read_only)))
-        except psycopg.Error as error:
-            session.close()
-            raise self.explain(error) from error
-        return session
+        left = CONNECT_TRIES
+        while True:
+            left -= 1
+            session: Session | None = None
+            try:
+                session = Session(self._parameters, answer_s=answer_s)
+                session.execute("; ".join(self._settings(session, read_only)))
+                return session
+            except psycopg.Error as error:
+                # One that broke as soon as it was made says nothing about the next.
+                again = session is not None and left > 0 and self.broken(session, error)
+                if session is not None:
+                    session.close()
+                if not again:
+                    raise self.explain(error) from error
 
     def _settings(self, session: Session, read_only: bool) -> list[str]:
         settings = {

@@ -108,8 +108,7 @@ class Store:
                     f"expected a ledger at {self.dialect.url}, found nothing; check the path"
                 )
             self.dialect.create(self._build)
-        with self._open.reading(self._new_reader):
-            pass  # it is a ledger, and one that this build knows
+        self._ask(self.statements.last)  # it is a ledger, and one that this build knows
         if not self.read_only:
             self.dialect.lock()
             try:
@@ -129,21 +128,23 @@ class Store:
         connection = self.dialect.reader()
         try:
             self._check(connection)
+        except self.dialect.errors as error:
+            broken = self.dialect.broken(connection, error)
+            connection.close()
+            explained = self.dialect.explain(error)
+            raise (_Broken(explained) if broken else explained) from error
         except BaseException:
             connection.close()
             raise
         return connection
 
     def _check(self, connection: Connection) -> None:
-        try:
-            if not self.dialect.is_ledger(connection):
-                raise NotALedger(
-                    f"expected a ledger at {self.dialect.url}, found another program's database; "
-                    "check the path"
-                )
-            row = one(connection, self.statements.schema)
-        except self.dialect.errors as error:
-            raise self.dialect.explain(error) from error
+        if not self.dialect.is_ledger(connection):
+            raise NotALedger(
+                f"expected a ledger at {self.dialect.url}, found another program's database; "
+                "check the path"
+            )
+        row = one(connection, self.statements.schema)
         found = int(row[0]) if row and str(row[0]).isdigit() else -1
         if found < 1:
             raise NotALedger(
@@ -155,10 +156,7 @@ class Store:
                 f"expected storage schema {STORAGE_SCHEMA} or older in {self.dialect.url}, found "
                 f"{found}; install a newer Shiftbook"
             )
-        try:
-            self._revision = revision_of(self.dialect, connection, self.statements.revision)
-        except self.dialect.errors as error:
-            raise self.dialect.explain(error) from error
+        self._revision = revision_of(self.dialect, connection, self.statements.revision)
 
     def _open_writer(self) -> Connection:
         """Open for writing, under the lock; after a commit in doubt, settle and verify first."""
@@ -169,8 +167,10 @@ class Store:
                 self._verify_head(connection)
                 self._in_doubt = False
         except self.dialect.errors as error:
+            broken = self.dialect.broken(connection, error)
             connection.close()
-            raise self.dialect.explain(error) from error
+            explained = self.dialect.explain(error)
+            raise (_Broken(explained) if broken else explained) from error
         except BaseException:
             connection.close()
             raise
@@ -365,6 +365,10 @@ class Store:
             except self.dialect.errors as error:
                 if not (broken and patience.again()):
                     raise self.dialect.explain(error) from error
+            except _Broken as error:
+                broken = True
+                if not patience.again():
+                    raise error.explained from error.__cause__
             except LedgerUnreachable:
                 # A server that was not there to begin with is not waited for.
                 if not (broken and patience.again()):

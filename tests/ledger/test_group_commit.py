@@ -18,6 +18,7 @@ from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.group_commit import MAX_REQUESTS, GroupCommit, Request
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Receipt
+from tests.ledger.gate_cases import await_
 
 DEADLINE_S = 30.0
 
@@ -101,6 +102,36 @@ def test_a_lone_append_commits_in_its_own_thread() -> None:
     for _ in range(3):
         group.submit(Request("a", [], None, None))
     assert seen == [(threading.get_ident(), 1)] * 3
+
+
+def test_those_that_were_taken_along_come_back_during_the_next_commit() -> None:
+    """Each commit waits here until every other thread stands in the queue, as a slow disk would."""
+    threads, appends = 8, 5
+    alive = set(range(threads))
+    sizes: list[int] = []
+
+    def commit(group: Sequence[Request]) -> None:
+        await_(lambda: len(shared._queue) + len(group) == len(alive), DEADLINE_S)
+        sizes.append(len(group))
+        for request in group:
+            request.receipt = Receipt("a", 0, 0, 0, 0)
+
+    shared = GroupCommit(commit, DEADLINE_S)
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(appends):
+                shared.submit(Request("a", [], None, None))
+        finally:
+            alive.discard(number)
+
+    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(DEADLINE_S)
+    assert sum(sizes) == threads * appends
+    assert len(sizes) <= 2 * appends, f"shared by those that wait: {sizes}"
 
 
 def test_a_group_is_bounded() -> None:

@@ -242,17 +242,21 @@ def test_sessions_that_the_server_ends_are_replaced(url: str, postgres: Postgres
     """pg_terminate_backend at random moments of four threads' appends; seeds do not matter here."""
     stop = threading.Event()
     acknowledged: list[list[int]] = [[] for _ in range(4)]
+    failed: list[BaseException] = []
     ended = 0
     with Ledger.open(url, lock_timeout_s=5.0) as ledger, psycopg.connect(
         **postgres.parameters, autocommit=True
     ) as killer:  # fmt: skip
 
         def work(number: int) -> None:
-            while not stop.is_set():
-                text = f"{number}:{len(acknowledged[number])}"
-                receipt = ledger.append(f"job-{number}", fork(text))
-                acknowledged[number].append(receipt.first)
-                assert ledger.event(receipt.first).body["reason"] == text
+            try:
+                while not stop.is_set():
+                    text = f"{number}:{len(acknowledged[number])}"
+                    receipt = ledger.append(f"job-{number}", fork(text))
+                    acknowledged[number].append(receipt.first)
+                    assert ledger.event(receipt.first).body["reason"] == text
+            except BaseException as error:
+                failed.append(error)
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(len(acknowledged))]
         for thread in threads:
@@ -270,6 +274,7 @@ def test_sessions_that_the_server_ends_are_replaced(url: str, postgres: Postgres
         for thread in threads:
             thread.join(DEADLINE_S)
             assert not thread.is_alive()
+        assert failed == [], "no thread ever notices"
         positions = sorted(position for own in acknowledged for position in own)
         assert positions == list(range(ledger.head().size)), "each once, and nothing more"
     print("sessions ended", ended, "appends", len(positions))
@@ -282,13 +287,17 @@ def test_a_crash_of_the_server_is_ridden_out(monkeypatch: pytest.MonkeyPatch) ->
     with running_server() as server, Ledger.open(server.url(), lock_timeout_s=20.0) as ledger:
         stop = threading.Event()
         acknowledged: list[tuple[int, str]] = []
+        failed: list[BaseException] = []
 
         def work(number: int) -> None:
             count = 0
-            while not stop.is_set():
-                text = f"{number}:{count}"
-                acknowledged.append((ledger.append("a", fork(text)).first, text))
-                count += 1
+            try:
+                while not stop.is_set():
+                    text = f"{number}:{count}"
+                    acknowledged.append((ledger.append("a", fork(text)).first, text))
+                    count += 1
+            except BaseException as error:
+                failed.append(error)
 
         threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
         for thread in threads:
@@ -303,6 +312,7 @@ def test_a_crash_of_the_server_is_ridden_out(monkeypatch: pytest.MonkeyPatch) ->
         stop.set()
         for thread in threads:
             thread.join(DEADLINE_S)
+        assert failed == []
         stored = [(e.position, e.body["reason"]) for e in ledger.read()]
         assert stored == sorted(acknowledged), "nothing lost, nothing doubled"
 
