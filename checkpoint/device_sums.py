@@ -83,6 +83,8 @@ def device_bits(tensor: torch.Tensor) -> torch.Tensor:
     16-byte elements become pairs of 8-byte ones. Copies only what is not contiguous.
     """
     dense = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if dense.stride() != (1,):  # one element: any stride is called contiguous, but not for a view
+        dense = dense.as_strided(dense.shape, (1,))
     if dense.is_complex():
         dense = torch.view_as_real(dense).reshape(-1)
         if dense.element_size() < 8:

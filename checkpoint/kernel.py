@@ -29,7 +29,7 @@ _S30, _S27, _S31, _S32 = _U64(30), _U64(27), _U64(31), _U64(32)
 _KEY, _GAMMA, _MIX_1, _MIX_2 = _U64(KEY), _U64(GAMMA), _U64(MIX_1), _U64(MIX_2)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile without the interpreter lock; keep the machine code on disk where that works."""
     try:
         fast = numba.njit(nogil=True, cache=True)(function)
@@ -46,7 +46,7 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@_compiled
+@compiled
 def sum_words(words: Any, first_words: Any) -> tuple[Any, Any]:
     """Sums over rows of whole words: `words[r, j]` stands at word index `first_words[r] + j`."""
     sum_0 = _U64(0)
@@ -65,7 +65,7 @@ def sum_words(words: Any, first_words: Any) -> tuple[Any, Any]:
     return sum_0, sum_1
 
 
-@_compiled
+@compiled
 def sum_narrow(elements: Any, first_elements: Any, log2_per_word: Any) -> tuple[Any, Any]:
     """The same for elements of 1 or 2 bytes at any position: `2**log2_per_word` share a word."""
     sum_0 = _U64(0)
@@ -121,7 +121,7 @@ _pointer: Any = intrinsic(_pointer_code)
 _prefetch: Any = intrinsic(_prefetch_code)
 
 
-@_compiled
+@compiled
 def sum_words_shared(
     addresses: Any, counts: Any, first: Any, last: Any, hashes: Any, sums: Any
 ) -> None:

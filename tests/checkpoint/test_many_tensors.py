@@ -87,6 +87,14 @@ def test_torch_operations_give_the_same_sums(
         assert total == expected.sums
 
 
+def test_one_element_of_any_stride() -> None:
+    for dtype in (torch.float64, torch.complex128, torch.complex64, torch.bfloat16):
+        window = random_tensor(dtype, (2,), 5)[::2]
+        assert window.stride() == (2,)
+        alone = device_sums_of(window, Runs.of((1,), 0, (1,)))
+        assert alone == fingerprint(window.clone()).sums == fingerprint(window).sums
+
+
 def test_pieces_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shiftbook.checkpoint.device_sums._PIECE", 100)
     for dtype, shape in ((torch.bfloat16, (7, 33)), (torch.float64, (450,)), (torch.int8, (3, 5))):

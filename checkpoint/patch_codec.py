@@ -1,0 +1,188 @@
+"""Codes the changes of one tensor: positions as gaps, new bits as differences, both in byte planes.
+
+A gap is the number of units left alone between two changed ones. A difference is that of the new
+bits and the base's, as integers of the unit's width, with the sign in the lowest bit. Small gaps
+and steps of one in the last place, which is what an optimizer makes, leave most planes nearly
+constant; constant-zero planes are left out and zstd shortens the others where it can. Differences
+add up, so patches compose without a look at the tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shiftbook.checkpoint.errors import PatchDamaged
+from shiftbook.checkpoint.patch_format import Planes, Section, TensorPatch, pack, unpack
+from shiftbook.checkpoint.patch_kernel import change_sums, scan_words
+from shiftbook.checkpoint.positions import MASK_64
+
+Units = NDArray[Any]
+Positions = NDArray[np.int64]
+
+_FIRST_ROOM = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Changed units of one tensor: rising flat positions and integer differences (new - old)."""
+
+    positions: Positions
+    differences: Units
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a comparison of two tensors gives."""
+
+    positions: Positions
+    old: Units
+    new: Units
+
+    @property
+    def changes(self) -> Changes:
+        """Without the values that the differences lead from and to."""
+        return Changes(self.positions, self.new - self.old)
+
+
+def find_changes(base: Units, new: Units) -> Found:
+    """Compare two flat arrays of unsigned units of one size, bit by bit."""
+    unit_bytes = base.dtype.itemsize
+    per_word = 8 // unit_bytes
+    body = base.size // per_word * per_word
+    aligned = all(a.__array_interface__["data"][0] % 8 == 0 for a in (base, new))
+    if not aligned:
+        where = np.flatnonzero(base != new)
+        return Found(where, base[where], new[where])
+    out = _room(base.dtype, max(_FIRST_ROOM, base.size // 64))
+    at = filled = 0
+    words = (base[:body].view(np.uint64), new[:body].view(np.uint64))
+    while body:
+        at, filled = scan_words(*words, base[:body], new[:body], at, filled, out)
+        if at == words[0].size:
+            break
+        larger = _room(base.dtype, 2 * out[0].size)
+        for small, large in zip(out, larger, strict=True):
+            large[:filled] = small[:filled]
+        out = larger
+    rest = np.flatnonzero(base[body:] != new[body:]) + body
+    return Found(
+        np.concatenate([out[0][:filled], rest]),
+        np.concatenate([out[1][:filled], base[rest]]),
+        np.concatenate([out[2][:filled], new[rest]]),
+    )
+
+
+def _room(dtype: np.dtype[Any], size: int) -> tuple[Positions, Units, Units]:
+    return np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
+
+
+def sums_of_changes(positions: Positions, old: Units, new: Units) -> tuple[int, int]:
+    """What the changes add to both sums of the tensor's fingerprint (mod 2^64)."""
+    if old.dtype.itemsize == 8:
+        words = (np.repeat(positions * 2, 2) + np.tile([0, 1], positions.size)).astype(np.int64)
+        halves = (words, np.ascontiguousarray(old).view(np.uint32))
+        low, high = change_sums(*halves, np.ascontiguousarray(new).view(np.uint32), np.uint64(0))
+    else:
+        log2_per_word = np.uint64({1: 2, 2: 1, 4: 0}[old.dtype.itemsize])
+        low, high = change_sums(positions, old, new, log2_per_word)
+    return int(low) & MASK_64, int(high) & MASK_64
+
+
+def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
+    """The fields of a TensorPatch that describe the changes, and the bytes of its sections."""
+    positions, differences = changes.positions, changes.differences
+    gaps = np.diff(positions, prepend=-1) - 1
+    gap_planes = to_planes(gaps.astype(np.uint64))
+    value_planes = to_planes(_zigzag(differences))
+    packed = [pack(plane) for plane in [*gap_planes, *value_planes]]
+    fields = {
+        "encoding": "changes" if positions.size else "same",
+        "changed": int(positions.size),
+        "gap_planes": len(gap_planes),
+        "value_planes": len(value_planes),
+        "sections": tuple(section for section, _ in packed),
+    }
+    return fields, [stored for _, stored in packed]
+
+
+def decode_changes(name: str, tensor: TensorPatch, stored: list[memoryview]) -> Changes:
+    """Positions and differences of one tensor. Raises PatchDamaged."""
+    planes = [unpack(name, s, data) for s, data in zip(tensor.sections, stored, strict=True)]
+    unsigned = np.dtype(f"u{tensor.unit_bytes}")
+    gaps = from_planes(planes[: tensor.gap_planes], tensor.changed, np.dtype(np.uint64))
+    values = from_planes(planes[tensor.gap_planes :], tensor.changed, unsigned)
+    if gaps.size and int(gaps.max()) >= tensor.units:
+        raise _outside(name, tensor)
+    # Each gap is below 2^63 and there are fewer than that many units: check as it grows.
+    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if positions.size and (int(positions[-1]) >= tensor.units or int(positions.min()) < 0):
+        raise _outside(name, tensor)
+    return Changes(positions, _unzigzag(values))
+
+
+def encode_bits(units: Units) -> tuple[dict[str, Any], list[bytes]]:
+    """The whole tensor in byte planes."""
+    packed = [pack(plane) for plane in to_planes(units, units.dtype.itemsize)]
+    fields = {"encoding": "bits", "changed": int(units.size)}
+    return fields | {"sections": tuple(s for s, _ in packed)}, [data for _, data in packed]
+
+
+def decode_bits(name: str, tensor: TensorPatch, stored: list[memoryview]) -> Units:
+    """The whole tensor again, flat. Raises PatchDamaged."""
+    sections: tuple[Section, ...] = tensor.sections
+    planes = [unpack(name, s, data) for s, data in zip(sections, stored, strict=True)]
+    return from_planes(planes, tensor.units, np.dtype(f"u{tensor.unit_bytes}"))
+
+
+def merge_changes(first: Changes, second: Changes) -> Changes:
+    """The changes that lead from the first one's base to the second one's result."""
+    positions, inverse = np.unique(
+        np.concatenate([first.positions, second.positions]), return_inverse=True
+    )
+    total = np.zeros(positions.size, dtype=first.differences.dtype)
+    total[inverse[: first.positions.size]] += first.differences
+    total[inverse[first.positions.size :]] += second.differences  # distinct within each
+    kept = total != 0
+    return Changes(positions[kept], total[kept])
+
+
+def to_planes(values: Units, least: int = 0) -> list[Planes]:
+    """Plane k holds byte k of every value; planes of zeros at the top are left out."""
+    width = values.dtype.itemsize
+    used = max(least, (int(values.max()).bit_length() + 7) // 8 if values.size else 0)
+    table = np.ascontiguousarray(values).view(np.uint8).reshape(-1, width)
+    return [np.ascontiguousarray(table[:, k]) for k in range(used)]
+
+
+def from_planes(planes: list[Planes], count: int, dtype: np.dtype[Any]) -> Units:
+    """The values again."""
+    values = np.zeros(count, dtype=dtype)
+    table = values.view(np.uint8).reshape(-1, dtype.itemsize)
+    for k, plane in enumerate(planes):
+        table[:, k] = plane
+    return values
+
+
+def _zigzag(differences: Units) -> Units:
+    signed = differences.view(f"i{differences.dtype.itemsize}")
+    bits = 8 * differences.dtype.itemsize
+    folded = (signed << 1) ^ (signed >> (bits - 1))
+    return np.asarray(folded.view(differences.dtype))
+
+
+def _unzigzag(values: Units) -> Units:
+    one = values.dtype.type(1)
+    zero = values.dtype.type(0)
+    return np.asarray((values >> one) ^ (zero - (values & one)))
+
+
+def _outside(name: str, tensor: TensorPatch) -> PatchDamaged:
+    return PatchDamaged(
+        f"patch of {name}: expected positions below {tensor.units}, found one outside; it was not "
+        "written by this program: ask for an anchor",
+        tensor=name,
+    )

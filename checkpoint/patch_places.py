@@ -1,0 +1,157 @@
+"""The bits of a tensor as flat units that a patch reads and writes where they lie."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shiftbook.checkpoint.elements import element_view
+from shiftbook.checkpoint.errors import PatchRefused
+from shiftbook.checkpoint.patch_codec import Found, Positions, Units, find_changes
+from shiftbook.checkpoint.positions import ITEM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """A tensor in host memory: its units (elements, or halves of 16-byte ones) in C order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    units: NDArray[Any]
+    obstacle: str | None = None
+
+    def read(self) -> Units:
+        """All units, flat; a copy only where strides ask for one."""
+        return np.ascontiguousarray(self.units).reshape(-1)
+
+    def gather(self, positions: Positions) -> Units:
+        """The units at some flat positions."""
+        if self.units.flags.c_contiguous:
+            return np.asarray(self.units.reshape(-1)[positions])
+        return np.asarray(self.units[np.unravel_index(positions, self.units.shape)])
+
+    def write(self, positions: Positions | None, units: Units) -> None:
+        """Put units at positions (None: everywhere), in place."""
+        if positions is None:
+            self.units[...] = units.reshape(self.units.shape)
+        elif self.units.flags.c_contiguous:
+            self.units.reshape(-1)[positions] = units
+        else:
+            self.units[np.unravel_index(positions, self.units.shape)] = units
+
+    def why_read_only(self) -> str | None:
+        """Why `write` would not reach the tensor; None when it would."""
+        return self.obstacle or (None if self.units.flags.writeable else "it is read-only")
+
+    def key(self) -> tuple[Any, ...] | None:
+        """Equal for tensors that are the same elements in memory; None for empty ones."""
+        start = self.units.__array_interface__["data"][0]
+        return (start, self.units.strides, self.units.shape) if self.units.size else None
+
+    def copy(self) -> HostPlace:
+        """The same content in memory of its own."""
+        return HostPlace(self.dtype, self.shape, self.units.copy())
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlace:
+    """A tensor on a device: only changed units travel."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    bits: Any
+    """The units as a flat torch tensor of signed integers (uint8 for bytes)."""
+    obstacle: str | None = None
+
+    def read(self) -> Units:
+        """As HostPlace does."""
+        return _unsigned(self.bits.cpu().numpy())
+
+    def gather(self, positions: Positions) -> Units:
+        """As HostPlace does."""
+        torch = sys.modules["torch"]
+        return _unsigned(self.bits[torch.from_numpy(positions).to(self.bits.device)].cpu().numpy())
+
+    def write(self, positions: Positions | None, units: Units) -> None:
+        """As HostPlace does."""
+        torch = sys.modules["torch"]
+        signed = "u1" if units.dtype.itemsize == 1 else f"i{units.dtype.itemsize}"
+        values = torch.from_numpy(np.ascontiguousarray(units).view(signed)).to(self.bits.device)
+        if positions is None:
+            self.bits.copy_(values)
+        else:
+            self.bits[torch.from_numpy(positions).to(self.bits.device)] = values
+
+    def why_read_only(self) -> str | None:
+        """As HostPlace does."""
+        return self.obstacle
+
+    def key(self) -> tuple[Any, ...] | None:
+        """As HostPlace does."""
+        if not self.bits.numel():
+            return None
+        return (str(self.bits.device), self.bits.data_ptr(), self.bits.numel())
+
+
+Place = HostPlace | DevicePlace
+
+
+def place_of(tensor: Any, *, on_device: bool = False) -> Place:
+    """The place of a numpy array or torch tensor; a place is its own.
+
+    `on_device` takes the path of a device for a tensor of the processor's memory as well. Raises
+    UnsupportedTensor.
+    """
+    if isinstance(tensor, HostPlace | DevicePlace):
+        return tensor
+    torch = sys.modules.get("torch")
+    obstacle = None
+    if torch is not None and isinstance(tensor, torch.Tensor):
+        if tensor.is_conj() or tensor.is_neg():
+            obstacle = "it is a lazily conjugated or negated view"
+        dense = tensor.layout is torch.strided and type(tensor).__name__ != "DTensor"
+        if dense and not tensor.is_meta and (on_device or tensor.device.type != "cpu"):
+            from shiftbook.checkpoint.device_sums import device_bits
+
+            name = str(tensor.dtype).removeprefix("torch.")
+            if not tensor.is_contiguous():
+                obstacle = "it is not contiguous on its device"
+            return DevicePlace(name, tuple(tensor.shape), device_bits(tensor), obstacle)
+    elif isinstance(tensor, np.ndarray) and tensor.dtype.byteorder == ">":
+        obstacle = "its bytes are in big-endian order"
+    array, name = element_view(tensor, None)
+    shape = tuple(int(n) for n in array.shape)
+    if ITEM_BYTES[name] == 16:
+        array = array[..., None].view(np.uint64)
+    return HostPlace(name, shape, array, obstacle)
+
+
+def changes_between(base: Place, new: Place) -> Found:
+    """Compare two places; where both lie on one device the comparison happens there."""
+    if isinstance(base, DevicePlace) and isinstance(new, DevicePlace):
+        torch = sys.modules["torch"]
+        if base.bits.device == new.bits.device:
+            where = torch.nonzero(base.bits != new.bits).reshape(-1)
+            positions = where.cpu().numpy()
+            old, fresh = (_unsigned(p.bits[where].cpu().numpy()) for p in (base, new))
+            return Found(positions, old, fresh)
+    return find_changes(base.read(), new.read())
+
+
+def check_writable(name: str, place: Place) -> None:
+    """Raise PatchRefused when a write would not reach the tensor."""
+    why = place.why_read_only()
+    if why is not None:
+        raise PatchRefused(
+            f"{name}: expected a tensor that can be written in place, but {why}; "
+            "apply the patch to a plain, writable tensor",
+            tensor=name,
+        )
+
+
+def _unsigned(values: NDArray[Any]) -> Units:
+    return values.view(f"u{values.dtype.itemsize}")
