@@ -6,9 +6,11 @@ everything, the fingerprints that will come out included, before it writes the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -52,6 +54,7 @@ __all__ = [
 ]
 
 NaN = Literal["refuse", "carry"]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +85,20 @@ def encode_patch(
     `new` brings are refused unless they are to be carried. A lossy patch codes a tensor in the
     shorter of both ways, and keeps to the declared bound. Raises PatchUnencodable.
     """
-    _same_tensors(base, new)
+    bases = {name: place_of(tensor) for name, tensor in base.items()}
+    news = {name: place_of(tensor) for name, tensor in new.items()}
+    _same_tensors(bases, news)
     before = base_fingerprints or _fingerprints(base, threads)
     after = _fingerprints(new, threads)
-    records: dict[str, TensorPatch] = {}
-    payload: dict[str, list[bytes]] = {}
-    for name in sorted(new):
-        record, payload[name] = _encode_tensor(
-            name, place_of(base[name]), place_of(new[name]), before[name], after[name], lossy, nan
-        )
-        records[name] = record
+    encoded = _each(
+        lambda name: _encode_tensor(
+            name, bases[name], news[name], before[name], after[name], lossy, nan
+        ),
+        sorted(new, key=lambda name: -math.prod(news[name].shape)),
+        threads,
+    )
+    records = {name: record for name, (record, _) in encoded.items()}
+    payload = {name: stored for name, (_, stored) in encoded.items()}
     results = {name: record.result for name, record in records.items()}
     header = Header(
         version=version,
@@ -143,10 +150,23 @@ def apply_patch(
         _apply_anchor(patch, places)
     else:
         _check_base(header, fingerprints or _fingerprints(tensors, threads), version)
-        writes = _checked_writes(patch, places)
-        for name, positions, units in writes:
-            places[name].write(positions, units)
+        stored = {name: (record, data) for name, record, data in patch.sections()}
+        names = sorted(stored, key=lambda name: -stored[name][0].changed)
+        writes = _each(
+            lambda name: _checked_write(name, *stored[name], places[name]), names, threads
+        )
+        for name, write in writes.items():
+            if write is not None:
+                places[name].write(*write)
     return Applied(header.version, header.result_fingerprints, patch.changed)
+
+
+def _each(job: Callable[[str], T], names: Sequence[str], threads: int) -> dict[str, T]:
+    """The job's result for each name; large tensors first, so that threads end together."""
+    if threads <= 1:
+        return {name: job(name) for name in names}
+    with ThreadPoolExecutor(threads) as pool:
+        return dict(zip(names, pool.map(job, names), strict=True))
 
 
 def _fingerprints(tensors: Mapping[str, Any], threads: int) -> dict[str, str]:
@@ -222,7 +242,7 @@ def _write_anchor(
     return write_patch(header, payload)
 
 
-def _same_tensors(base: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _same_tensors(base: Mapping[str, Place], new: Mapping[str, Place]) -> None:
     missing, extra = sorted(set(base) - set(new)), sorted(set(new) - set(base))
     if missing or extra or not new:
         raise PatchUnencodable(
@@ -230,7 +250,7 @@ def _same_tensors(base: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             f"missing {missing[:5]}, extra {extra[:5]}; a change of names needs an anchor"
         )
     for name in sorted(new):
-        one, other = place_of(base[name]), place_of(new[name])
+        one, other = base[name], new[name]
         if (one.dtype, one.shape) != (other.dtype, other.shape):
             raise PatchUnencodable(
                 f"{name}: expected {one.dtype} {one.shape} as in the base, found {other.dtype} "
@@ -296,30 +316,24 @@ def _check_aliases(header: Header, places: Mapping[str, Place]) -> None:
             )
 
 
-def _checked_writes(
-    patch: Patch, places: Mapping[str, Place]
-) -> list[tuple[str, Positions | None, Units]]:
-    """What to write where, after all of it has been checked against the result fingerprints."""
-    writes: list[tuple[str, Positions | None, Units]] = []
-    for name, record, stored in patch.sections():
-        place = places[name]
-        if record.encoding == "int8":
-            units = decode_int8(name, record, stored, place.read())
-            _check_result(name, record, _of_units(record.dtype, record.shape, units).hex)
-            writes.append((name, None, units))
-        elif record.encoding == "changes":
-            changes = decode_changes(name, record, stored)
-            old = place.gather(changes.positions)
-            new = old + changes.differences
-            start = Fingerprint.from_hex(str(record.base), record.dtype, record.shape)
-            sums = sums_of_changes(changes.positions, old, new)
-            _check_result(name, record, _moved_hex(start, sums))
-            writes.append((name, changes.positions, new))
-        elif record.encoding == "bits":
-            units = decode_bits(name, record, stored)
-            _check_result(name, record, _of_units(record.dtype, record.shape, units).hex)
-            writes.append((name, None, units))
-    return writes
+def _checked_write(
+    name: str, record: TensorPatch, stored: list[memoryview], place: Place
+) -> tuple[Positions | None, Units] | None:
+    """What to write where, after it was checked against the result's fingerprint."""
+    if record.encoding == "same":
+        return None
+    if record.encoding == "changes":
+        changes = decode_changes(name, record, stored)
+        new, sums = place.moved(changes)
+        start = Fingerprint.from_hex(str(record.base), record.dtype, record.shape)
+        _check_result(name, record, _moved_hex(start, sums))
+        return changes.positions, new
+    if record.encoding == "int8":
+        new = decode_int8(name, record, stored, place.read())
+    else:
+        new = decode_bits(name, record, stored)
+    _check_result(name, record, _of_units(record.dtype, record.shape, new).hex)
+    return None, new
 
 
 def _apply_anchor(patch: Patch, places: Mapping[str, Place]) -> None:

@@ -17,13 +17,19 @@ from numpy.typing import NDArray
 
 from shiftbook.checkpoint.errors import PatchDamaged
 from shiftbook.checkpoint.patch_format import Planes, Section, TensorPatch, pack, unpack
-from shiftbook.checkpoint.patch_kernel import change_sums, scan_words
+from shiftbook.checkpoint.patch_kernel import (
+    BLOCK_WORDS,
+    change_sums,
+    moved_units,
+    scan_words,
+)
 from shiftbook.checkpoint.positions import MASK_64
 
 Units = NDArray[Any]
+_LOG2_PER_WORD = {1: np.uint64(2), 2: np.uint64(1), 4: np.uint64(0)}
 Positions = NDArray[np.int64]
 
-_FIRST_ROOM = 4096
+_FIRST_ROOM = 8 * BLOCK_WORDS  # units: one block of bytes fits in any case
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +64,11 @@ def find_changes(base: Units, new: Units) -> Found:
         where = np.flatnonzero(base != new)
         return Found(where, base[where], new[where])
     out = _room(base.dtype, max(_FIRST_ROOM, base.size // 64))
-    at = filled = 0
     words = (base[:body].view(np.uint64), new[:body].view(np.uint64))
-    while body:
-        at, filled = scan_words(*words, base[:body], new[:body], at, filled, out)
+    width = (np.uint64((8 * unit_bytes).bit_length() - 1), np.uint64(2 ** (8 * unit_bytes) - 1))
+    at = filled = 0
+    while True:
+        at, filled = (int(n) for n in scan_words(*words, at, filled, out, *width))
         if at == words[0].size:
             break
         larger = _room(base.dtype, 2 * out[0].size)
@@ -83,13 +90,25 @@ def _room(dtype: np.dtype[Any], size: int) -> tuple[Positions, Units, Units]:
 def sums_of_changes(positions: Positions, old: Units, new: Units) -> tuple[int, int]:
     """What the changes add to both sums of the tensor's fingerprint (mod 2^64)."""
     if old.dtype.itemsize == 8:
+        # Two words each: the lower and upper half.
         words = (np.repeat(positions * 2, 2) + np.tile([0, 1], positions.size)).astype(np.int64)
         halves = (words, np.ascontiguousarray(old).view(np.uint32))
         low, high = change_sums(*halves, np.ascontiguousarray(new).view(np.uint32), np.uint64(0))
     else:
-        log2_per_word = np.uint64({1: 2, 2: 1, 4: 0}[old.dtype.itemsize])
-        low, high = change_sums(positions, old, new, log2_per_word)
+        low, high = change_sums(positions, old, new, _LOG2_PER_WORD[old.dtype.itemsize])
     return int(low) & MASK_64, int(high) & MASK_64
+
+
+def moved(units: Units, changes: Changes) -> tuple[Units, tuple[int, int]]:
+    """New bits of the changed units of a flat tensor, and `sums_of_changes`, in one pass."""
+    if units.dtype.itemsize == 8:
+        old = units[changes.positions]
+        new = np.asarray(old + changes.differences)
+        return new, sums_of_changes(changes.positions, old, new)
+    new = np.empty_like(changes.differences)
+    log2_per_word = _LOG2_PER_WORD[units.dtype.itemsize]
+    low, high = moved_units(units, changes.positions, changes.differences, new, log2_per_word)
+    return new, (int(low) & MASK_64, int(high) & MASK_64)
 
 
 def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import types
+from numba.extending import intrinsic
 
 from shiftbook.checkpoint.kernel import compiled
 from shiftbook.checkpoint.positions import GAMMA, KEY, MIX_1, MIX_2
@@ -14,44 +17,71 @@ _ONE = _U64(1)
 _LOW_32 = _U64(0xFFFF_FFFF)
 _S30, _S27, _S31, _S32 = _U64(30), _U64(27), _U64(31), _U64(32)
 _KEY, _GAMMA, _MIX_1, _MIX_2 = _U64(KEY), _U64(GAMMA), _U64(MIX_1), _U64(MIX_2)
-_LINE_WORDS = 8  # 64 bytes are compared without a branch; few of them hold a change
+_LINE = _U64(8)  # words that are compared without a branch: few lines hold a change
+_BLOCK = _U64(512)  # words whose changed ones are listed before any is taken apart
+BLOCK_WORDS = int(_BLOCK)
+
+
+def _trailing_zeros_code(typing_context: Any, word: Any) -> Any:
+    """Number of zero bits below the lowest set bit of a word that is not 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.uint64(types.uint64), generate
+
+
+_trailing_zeros: Any = intrinsic(_trailing_zeros_code)
 
 
 @compiled
 def scan_words(
-    base: Any, new: Any, base_units: Any, new_units: Any, start: Any, filled: Any, out: Any
-) -> tuple[int, int]:
+    base: Any, new: Any, start: Any, filled: Any, out: Any, log2_bits: Any, mask: Any
+) -> tuple[Any, Any]:
     """Collect the units that differ, from 64-bit word `start` on, until the output is full.
 
-    `base` and `new` are the same memory as the units, in words of 64 bits. `out` holds positions,
-    old units and new units; `filled` of each are taken. Returns the word to go on from (the number
-    of words when done) and how many are filled now.
+    `base` and `new` hold units of `2**log2_bits` bits, of which `mask` covers one. `out` holds
+    positions, old units and new units; `filled` of each are taken. Returns the word to go on from
+    (the number of words when done) and how many are filled now.
     """
     positions, old, fresh = out
-    per_word = base_units.size // base.size
-    room = positions.size - _LINE_WORDS * per_word
-    words = base.size
-    at = start
-    while at < words:
-        if filled > room:
-            return at, filled
-        end = min(at + _LINE_WORDS, words)
-        different = _U64(0)
-        if end - at == _LINE_WORDS:
-            for k in range(_LINE_WORDS):
-                different |= base[at + k] ^ new[at + k]
-        else:
-            for k in range(at, end):
-                different |= base[k] ^ new[k]
-        if different:
-            for unit in range(at * per_word, end * per_word):
-                # Written always, kept when it differs: no branch that is guessed wrongly.
-                positions[filled] = unit
-                old[filled] = base_units[unit]
-                fresh[filled] = new_units[unit]
-                filled += int(base_units[unit] != new_units[unit])
-        at = end
-    return at, filled
+    words = _U64(base.size)
+    per_word = _U64(64) >> log2_bits
+    room = np.int64(positions.size) - np.int64(_BLOCK * per_word)  # below 0: not even a block's
+    changed = np.empty(BLOCK_WORDS, np.uint64)
+    at = _U64(start)
+    count = _U64(filled)
+    while at < words and np.int64(count) <= room:
+        end = min(at + _BLOCK, words)
+        listed = _U64(0)
+        while at < end:
+            line_end = min(at + _LINE, end)
+            different = _U64(0)
+            if line_end - at == _LINE:
+                for k in range(_LINE):
+                    different |= base[at + k] ^ new[at + k]
+            else:
+                different = _ONE
+            if different:
+                for word in range(at, line_end):
+                    # Written always, kept when it differs: no branch that is guessed wrongly.
+                    changed[listed] = word
+                    listed += _U64(base[word] != new[word])
+            at = line_end
+        for index in range(listed):
+            word = changed[index]
+            before = base[word]
+            after = new[word]
+            different = before ^ after
+            while different:
+                unit = _trailing_zeros(different) >> log2_bits
+                shift = unit << log2_bits
+                positions[count] = word * per_word + unit
+                old[count] = (before >> shift) & mask
+                fresh[count] = (after >> shift) & mask
+                count += _ONE
+                different &= ~(mask << shift)
+    return at, count
 
 
 @compiled
@@ -71,3 +101,33 @@ def change_sums(positions: Any, old: Any, new: Any, log2_per_word: Any) -> tuple
         sum_0 += (z & _LOW_32) * delta
         sum_1 += (z >> _S32) * delta
     return sum_0, sum_1
+
+
+@compiled
+def moved_units(
+    units: Any, positions: Any, differences: Any, new: Any, log2_per_word: Any
+) -> tuple[Any, Any]:
+    """Fill `new` with the units at some positions plus their differences; their `change_sums`."""
+    sum_0 = _U64(0)
+    sum_1 = _U64(0)
+    width_bits = _S32 >> log2_per_word
+    within = (_ONE << log2_per_word) - _ONE
+    for k in range(positions.size):
+        position = _U64(positions[k])
+        before = units[position]
+        new[k] = before + differences[k]
+        z = _KEY + ((position >> log2_per_word) + _ONE) * _GAMMA
+        z = (z ^ (z >> _S30)) * _MIX_1
+        z = (z ^ (z >> _S27)) * _MIX_2
+        z = z ^ (z >> _S31)
+        delta = (_U64(new[k]) - _U64(before)) << ((position & within) * width_bits)
+        sum_0 += (z & _LOW_32) * delta
+        sum_1 += (z >> _S32) * delta
+    return sum_0, sum_1
+
+
+@compiled
+def put_units(units: Any, positions: Any, new: Any) -> None:
+    """Write units at positions."""
+    for k in range(positions.size):
+        units[_U64(positions[k])] = new[k]

@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from shiftbook.checkpoint.elements import element_view
 from shiftbook.checkpoint.errors import PatchRefused
-from shiftbook.checkpoint.patch_codec import Found, Positions, Units, find_changes
+from shiftbook.checkpoint.patch_codec import (
+    Changes,
+    Found,
+    Positions,
+    Units,
+    find_changes,
+    moved,
+    sums_of_changes,
+)
+from shiftbook.checkpoint.patch_kernel import put_units
 from shiftbook.checkpoint.positions import ITEM_BYTES
 
 
@@ -28,18 +37,20 @@ class HostPlace:
         """All units, flat; a copy only where strides ask for one."""
         return np.ascontiguousarray(self.units).reshape(-1)
 
-    def gather(self, positions: Positions) -> Units:
-        """The units at some flat positions."""
+    def moved(self, changes: Changes) -> tuple[Units, tuple[int, int]]:
+        """New bits at the changed positions, and what they add to the fingerprint's sums."""
         if self.units.flags.c_contiguous:
-            return np.asarray(self.units.reshape(-1)[positions])
-        return np.asarray(self.units[np.unravel_index(positions, self.units.shape)])
+            return moved(self.units.reshape(-1), changes)
+        old = self.units[np.unravel_index(changes.positions, self.units.shape)]
+        new = np.asarray(old + changes.differences)
+        return new, sums_of_changes(changes.positions, old, new)
 
     def write(self, positions: Positions | None, units: Units) -> None:
         """Put units at positions (None: everywhere), in place."""
         if positions is None:
             self.units[...] = units.reshape(self.units.shape)
         elif self.units.flags.c_contiguous:
-            self.units.reshape(-1)[positions] = units
+            put_units(self.units.reshape(-1), positions, units)
         else:
             self.units[np.unravel_index(positions, self.units.shape)] = units
 
@@ -71,10 +82,13 @@ class DevicePlace:
         """As HostPlace does."""
         return _unsigned(self.bits.cpu().numpy())
 
-    def gather(self, positions: Positions) -> Units:
+    def moved(self, changes: Changes) -> tuple[Units, tuple[int, int]]:
         """As HostPlace does."""
         torch = sys.modules["torch"]
-        return _unsigned(self.bits[torch.from_numpy(positions).to(self.bits.device)].cpu().numpy())
+        where = torch.from_numpy(changes.positions).to(self.bits.device)
+        old = _unsigned(self.bits[where].cpu().numpy())
+        new = np.asarray(old + changes.differences)
+        return new, sums_of_changes(changes.positions, old, new)
 
     def write(self, positions: Positions | None, units: Units) -> None:
         """As HostPlace does."""
