@@ -27,6 +27,8 @@ class _Words:
     """A whole tensor as words in memory, and the few bytes after the last whole word."""
 
     name: str
+    dtype: str
+    shape: tuple[int, ...]
     words: NDArray[np.uint32]
     tail: NDArray[Any]
     tail_start: int
@@ -46,10 +48,9 @@ def whole_sums(
             alone = fingerprint(tensor, threads=threads)
             found[name] = (alone.dtype, alone.shape, alone.sums)
             continue
-        view, dtype = element_view(tensor, None)
         zero = np.full(1, words.tail_start, dtype=np.uint64)
         tail = sum_block(words.tail.reshape(1, -1), zero, 1) if words.tail.size else (0, 0)
-        found[name] = (dtype, tuple(view.shape), tail)
+        found[name] = (words.dtype, words.shape, tail)
         plain.append(words)
     shared = not hashes_are_cheap() if share_hashes is None else share_hashes
     add = _shared_sums if shared and len(plain) > 1 else _separate_sums
@@ -64,13 +65,13 @@ def _as_words(name: str, tensor: Any) -> _Words | None:
     """The tensor's memory as words, or None when it cannot be read so."""
     if getattr(getattr(tensor, "device", "cpu"), "type", "cpu") != "cpu":
         return None
-    array, _ = element_view(tensor, None)
+    array, dtype = element_view(tensor, None)
     if not array.flags.c_contiguous or array.__array_interface__["data"][0] % 4:
         return None
     flat = array.reshape(-1)
     per_word = max(1, 4 // flat.dtype.itemsize)
     whole = flat.size // per_word * per_word
-    return _Words(name, flat[:whole].view(np.uint32), flat[whole:], whole)
+    return _Words(name, dtype, array.shape, flat[:whole].view(np.uint32), flat[whole:], whole)
 
 
 def _run(jobs: Sequence[Callable[[], None]], threads: int) -> None:

@@ -100,7 +100,7 @@ def encode_patch(
     records = {name: record for name, (record, _) in encoded.items()}
     payload = {name: stored for name, (_, stored) in encoded.items()}
     results = {name: record.result for name, record in records.items()}
-    header = Header(
+    header = Header.model_construct(  # right by construction; the reader checks
         version=version,
         base_version=base_version,
         base_root=root({name: before[name] for name in records}),
@@ -205,7 +205,9 @@ def _encode_tensor(
         if coded is not None and sum(map(len, coded[1])) < sum(map(len, stored)):
             fields, stored, units = coded
             result = _of_units(new.dtype, new.shape, units).hex
-    record = TensorPatch(dtype=new.dtype, shape=new.shape, base=before, result=result, **fields)
+    record = TensorPatch.model_construct(
+        dtype=new.dtype, shape=new.shape, base=before, result=result, **fields
+    )
     return record, stored
 
 

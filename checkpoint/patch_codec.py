@@ -20,8 +20,11 @@ from shiftbook.checkpoint.patch_format import Planes, Section, TensorPatch, pack
 from shiftbook.checkpoint.patch_kernel import (
     BLOCK_WORDS,
     change_sums,
+    join_planes,
     moved_units,
     scan_words,
+    split_planes,
+    widest,
 )
 from shiftbook.checkpoint.positions import MASK_64
 
@@ -75,11 +78,14 @@ def find_changes(base: Units, new: Units) -> Found:
         for small, large in zip(out, larger, strict=True):
             large[:filled] = small[:filled]
         out = larger
+    found = Found(out[0][:filled], out[1][:filled], out[2][:filled])
     rest = np.flatnonzero(base[body:] != new[body:]) + body
+    if not rest.size:
+        return found
     return Found(
-        np.concatenate([out[0][:filled], rest]),
-        np.concatenate([out[1][:filled], base[rest]]),
-        np.concatenate([out[2][:filled], new[rest]]),
+        np.concatenate([found.positions, rest]),
+        np.concatenate([found.old, base[rest]]),
+        np.concatenate([found.new, new[rest]]),
     )
 
 
@@ -114,9 +120,12 @@ def moved(units: Units, changes: Changes) -> tuple[Units, tuple[int, int]]:
 def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
     """The fields of a TensorPatch that describe the changes, and the bytes of its sections."""
     positions, differences = changes.positions, changes.differences
-    gaps = np.diff(positions, prepend=-1) - 1
-    gap_planes = to_planes(gaps.astype(np.uint64))
-    value_planes = to_planes(_zigzag(differences))
+    sign_bit = np.uint64(8 * differences.dtype.itemsize - 1)
+    bits = [int(n) for n in widest(positions, differences, sign_bit)]
+    gap_planes, value_planes = (
+        np.empty(((n.bit_length() + 7) // 8, positions.size), np.uint8) for n in bits
+    )
+    split_planes(positions, differences, sign_bit, gap_planes, value_planes)
     packed = [pack(plane) for plane in [*gap_planes, *value_planes]]
     fields = {
         "encoding": "changes" if positions.size else "same",
@@ -130,17 +139,19 @@ def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
 
 def decode_changes(name: str, tensor: TensorPatch, stored: list[memoryview]) -> Changes:
     """Positions and differences of one tensor. Raises PatchDamaged."""
-    planes = [unpack(name, s, data) for s, data in zip(tensor.sections, stored, strict=True)]
-    unsigned = np.dtype(f"u{tensor.unit_bytes}")
-    gaps = from_planes(planes[: tensor.gap_planes], tensor.changed, np.dtype(np.uint64))
-    values = from_planes(planes[tensor.gap_planes :], tensor.changed, unsigned)
-    if gaps.size and int(gaps.max()) >= tensor.units:
-        raise _outside(name, tensor)
-    # Each gap is below 2^63 and there are fewer than that many units: check as it grows.
-    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    if positions.size and (int(positions[-1]) >= tensor.units or int(positions.min()) < 0):
-        raise _outside(name, tensor)
-    return Changes(positions, _unzigzag(values))
+    planes = np.empty((len(stored), tensor.changed), dtype=np.uint8)
+    for plane, section, data in zip(planes, tensor.sections, stored, strict=True):
+        plane[:] = unpack(name, section, data)
+    positions = np.empty(tensor.changed, dtype=np.int64)
+    differences = np.empty(tensor.changed, dtype=f"u{tensor.unit_bytes}")
+    split = tensor.gap_planes
+    if not join_planes(planes[:split], planes[split:], tensor.units, positions, differences):
+        raise PatchDamaged(
+            f"patch of {name}: expected positions below {tensor.units}, found one outside; it was "
+            "not written by this program: ask for an anchor",
+            tensor=name,
+        )
+    return Changes(positions, differences)
 
 
 def encode_bits(units: Units) -> tuple[dict[str, Any], list[bytes]]:
@@ -184,24 +195,3 @@ def from_planes(planes: list[Planes], count: int, dtype: np.dtype[Any]) -> Units
     for k, plane in enumerate(planes):
         table[:, k] = plane
     return values
-
-
-def _zigzag(differences: Units) -> Units:
-    signed = differences.view(f"i{differences.dtype.itemsize}")
-    bits = 8 * differences.dtype.itemsize
-    folded = (signed << 1) ^ (signed >> (bits - 1))
-    return np.asarray(folded.view(differences.dtype))
-
-
-def _unzigzag(values: Units) -> Units:
-    one = values.dtype.type(1)
-    zero = values.dtype.type(0)
-    return np.asarray((values >> one) ^ (zero - (values & one)))
-
-
-def _outside(name: str, tensor: TensorPatch) -> PatchDamaged:
-    return PatchDamaged(
-        f"patch of {name}: expected positions below {tensor.units}, found one outside; it was not "
-        "written by this program: ask for an anchor",
-        tensor=name,
-    )

@@ -207,8 +207,8 @@ def pack(plane: Planes) -> tuple[Section, bytes]:
     if len(plain) >= _PAYS_FROM_BYTES:
         small = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(plain, asbytes=True)
         if len(small) < len(plain):
-            return Section(stored=len(small), plain=len(plain)), small
-    return Section(stored=len(plain), plain=len(plain)), plain
+            return Section.model_construct(stored=len(small), plain=len(plain)), small
+    return Section.model_construct(stored=len(plain), plain=len(plain)), plain
 
 
 def unpack(name: str, section: Section, stored: memoryview) -> Planes:

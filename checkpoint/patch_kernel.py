@@ -131,3 +131,60 @@ def put_units(units: Any, positions: Any, new: Any) -> None:
     """Write units at positions."""
     for k in range(positions.size):
         units[_U64(positions[k])] = new[k]
+
+
+@compiled
+def widest(positions: Any, differences: Any, sign_bit: Any) -> tuple[Any, Any]:
+    """The bits that any gap has, and those that any folded difference has (see `split_planes`)."""
+    gaps = _U64(0)
+    folded = _U64(0)
+    unit = ((_ONE << sign_bit) << _ONE) - _ONE
+    after = np.int64(0)
+    for k in range(positions.size):
+        gaps |= _U64(positions[k] - after)
+        after = positions[k] + 1
+        difference = _U64(differences[k])
+        folded |= ((difference << _ONE) ^ (_U64(0) - (difference >> sign_bit))) & unit
+    return gaps, folded
+
+
+@compiled
+def split_planes(
+    positions: Any, differences: Any, sign_bit: Any, gap_planes: Any, value_planes: Any
+) -> None:
+    """Fill byte planes with the gaps before positions and with the folded differences.
+
+    A difference d of a unit of `sign_bit + 1` bits is folded to 2d, or to -2d - 1 where its sign
+    bit is set: small steps in both directions become small numbers.
+    """
+    after = np.int64(0)
+    for k in range(positions.size):
+        gap = _U64(positions[k] - after)
+        after = positions[k] + 1
+        for plane in range(gap_planes.shape[0]):
+            gap_planes[plane, k] = gap & _U64(0xFF)
+            gap >>= _U64(8)
+        difference = _U64(differences[k])
+        folded = (difference << _ONE) ^ (_U64(0) - (difference >> sign_bit))
+        for plane in range(value_planes.shape[0]):
+            value_planes[plane, k] = folded & _U64(0xFF)
+            folded >>= _U64(8)
+
+
+@compiled
+def join_planes(gap_planes: Any, value_planes: Any, units: Any, positions: Any, folded: Any) -> Any:
+    """The reverse: positions and differences; False when a position lies outside of the units."""
+    after = np.int64(0)
+    for k in range(positions.size):
+        gap = _U64(0)
+        for plane in range(gap_planes.shape[0]):
+            gap |= _U64(gap_planes[plane, k]) << _U64(8 * plane)
+        if gap >= _U64(units - after):
+            return False
+        positions[k] = after + np.int64(gap)
+        after = positions[k] + 1
+        value = _U64(0)
+        for plane in range(value_planes.shape[0]):
+            value |= _U64(value_planes[plane, k]) << _U64(8 * plane)
+        folded[k] = (value >> _ONE) ^ (_U64(0) - (value & _ONE))
+    return True
