@@ -243,7 +243,7 @@ def reference_job() -> None:
     from shiftbook.jobs.local_run import LocalConfig, run_iterations
 
     table_head()
-    for rate in (LocalConfig.learning_rate, 1e-6):
+    for rate in (LocalConfig.learning_rate, 1e-6, 3e-7):
         policies: list[State] = []
         config = LocalConfig(iterations=3, groups=8, learning_rate=rate)
         for _ in run_iterations(config, policies.append):
@@ -316,7 +316,12 @@ def policy_gradient_updates(loaded: Any, steps: int) -> Iterator[State]:
         ids = tokenizer(prompts[step % len(prompts)], return_tensors="pt").input_ids
         with torch.no_grad():
             sampled = model.generate(
-                ids.repeat(8, 1), max_new_tokens=24, min_new_tokens=24, do_sample=True, top_k=0
+                ids.repeat(8, 1),
+                attention_mask=torch.ones(8, ids.shape[1], dtype=torch.int64),
+                max_new_tokens=24,
+                min_new_tokens=24,
+                do_sample=True,
+                top_k=0,
             )
         made = sampled[:, ids.shape[1] :]
         reward = torch.tensor([len(set(line.tolist())) / line.numel() for line in made])
