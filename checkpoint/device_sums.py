@@ -48,6 +48,8 @@ def sum_block(bits: torch.Tensor, starts: NDArray[np.uint64]) -> tuple[int, int]
 
     `starts` are the flat indices of the runs' first elements in the logical tensor.
     """
+    if not bits.numel():
+        return 0, 0
     item_bytes = bits.element_size()
     first = torch.from_numpy(starts.astype(np.int64)).to(bits.device)
     per_word = max(1, 4 // item_bytes)

@@ -86,6 +86,12 @@ class Fingerprint:
         return cls(dtype, tuple(int(n) for n in shape), (0, 0), 0)
 
     @classmethod
+    def whole(cls, dtype: str, shape: Sequence[int], sums: tuple[int, int]) -> Fingerprint:
+        """The fingerprint of a whole tensor whose two sums (mod 2^64) are known."""
+        blank = cls.empty(dtype, shape)
+        return cls(dtype, blank.shape, sums, _whole_cover(blank.shape))
+
+    @classmethod
     def from_hex(cls, value: str, dtype: str, shape: Sequence[int]) -> Fingerprint:
         """Read a complete fingerprint back, so that `update` can go on from a recorded one."""
         check_hex("from_hex", value)

@@ -17,6 +17,7 @@ import numpy as np
 from shiftbook.checkpoint.compare import FingerprintMap, root
 from shiftbook.checkpoint.errors import PatchDamaged, PatchRefused, PatchUnencodable
 from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_tensors
+from shiftbook.checkpoint.kernel import hashes_are_cheap
 from shiftbook.checkpoint.patch_codec import (
     Positions,
     Units,
@@ -89,10 +90,11 @@ def encode_patch(
     news = {name: place_of(tensor) for name, tensor in new.items()}
     _same_tensors(bases, news)
     before = base_fingerprints or _fingerprints(base, threads)
-    after = _fingerprints(new, threads)
+    # Where hashing a position costs little, the comparison takes the fingerprint along.
+    after = {} if hashes_are_cheap() else _fingerprints(new, threads)
     encoded = _each(
         lambda name: _encode_tensor(
-            name, bases[name], news[name], before[name], after[name], lossy, nan
+            name, bases[name], news[name], before[name], after.get(name), lossy, nan
         ),
         sorted(new, key=lambda name: -math.prod(news[name].shape)),
         threads,
@@ -185,9 +187,19 @@ def _of_units(dtype: str, shape: tuple[int, ...], units: Units) -> Fingerprint:
 
 
 def _encode_tensor(
-    name: str, base: Place, new: Place, before: str, after: str, lossy: Lossy | None, nan: NaN
+    name: str,
+    base: Place,
+    new: Place,
+    before: str,
+    after: str | None,
+    lossy: Lossy | None,
+    nan: NaN,
 ) -> tuple[TensorPatch, list[bytes]]:
-    found = changes_between(base, new)
+    found = changes_between(base, new, summed=after is None)
+    if found.sums is not None:
+        after = Fingerprint.whole(new.dtype, new.shape, found.sums).hex
+    elif after is None:
+        after = _of_units(new.dtype, new.shape, new.read()).hex
     if nan == "refuse":
         _refuse_nan(name, new.dtype, found.new)
     fields, stored = encode_changes(found.changes)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shiftbook.checkpoint.errors import PatchDamaged
+from shiftbook.checkpoint.host_sums import sum_block
 from shiftbook.checkpoint.patch_format import Planes, Section, TensorPatch, pack, unpack
 from shiftbook.checkpoint.patch_kernel import (
     BLOCK_WORDS,
@@ -50,6 +51,8 @@ class Found:
     positions: Positions
     old: Units
     new: Units
+    sums: tuple[int, int] | None = None
+    """Both sums of the new tensor's fingerprint, where they were asked for and cost little."""
 
     @property
     def changes(self) -> Changes:
@@ -57,8 +60,12 @@ class Found:
         return Changes(self.positions, self.new - self.old)
 
 
-def find_changes(base: Units, new: Units) -> Found:
-    """Compare two flat arrays of unsigned units of one size, bit by bit."""
+def find_changes(base: Units, new: Units, *, summed: bool = False) -> Found:
+    """Compare two flat arrays of unsigned units of one size, bit by bit.
+
+    `summed` takes the sums of the new one's fingerprint along; arrays that do not begin at an edge
+    of 8 bytes have none.
+    """
     unit_bytes = base.dtype.itemsize
     per_word = 8 // unit_bytes
     body = base.size // per_word * per_word
@@ -69,24 +76,27 @@ def find_changes(base: Units, new: Units) -> Found:
     out = _room(base.dtype, max(_FIRST_ROOM, base.size // 64))
     words = (base[:body].view(np.uint64), new[:body].view(np.uint64))
     width = (np.uint64((8 * unit_bytes).bit_length() - 1), np.uint64(2 ** (8 * unit_bytes) - 1))
-    at = filled = 0
+    at = filled = low = high = 0
     while True:
-        at, filled = (int(n) for n in scan_words(*words, at, filled, out, *width))
+        found = scan_words(*words, at, filled, out, *width, summed)
+        at, filled = int(found[0]), int(found[1])
+        low, high = low + int(found[2]), high + int(found[3])
         if at == words[0].size:
             break
         larger = _room(base.dtype, 2 * out[0].size)
         for small, large in zip(out, larger, strict=True):
             large[:filled] = small[:filled]
         out = larger
-    found = Found(out[0][:filled], out[1][:filled], out[2][:filled])
-    rest = np.flatnonzero(base[body:] != new[body:]) + body
-    if not rest.size:
-        return found
-    return Found(
-        np.concatenate([found.positions, rest]),
-        np.concatenate([found.old, base[rest]]),
-        np.concatenate([found.new, new[rest]]),
-    )
+    positions, old, fresh = (part[:filled] for part in out)
+    if body < base.size:
+        rest = np.flatnonzero(base[body:] != new[body:]) + body
+        positions = np.concatenate([positions, rest])
+        old, fresh = np.concatenate([old, base[rest]]), np.concatenate([fresh, new[rest]])
+        if summed:
+            more = sum_block(new[body:].reshape(1, -1), np.full(1, body, dtype=np.uint64), 1)
+            low, high = low + more[0], high + more[1]
+    sums = (low & MASK_64, high & MASK_64) if summed else None
+    return Found(positions, old, fresh, sums)
 
 
 def _room(dtype: np.dtype[Any], size: int) -> tuple[Positions, Units, Units]:

@@ -36,14 +36,17 @@ _trailing_zeros: Any = intrinsic(_trailing_zeros_code)
 
 @compiled
 def scan_words(
-    base: Any, new: Any, start: Any, filled: Any, out: Any, log2_bits: Any, mask: Any
-) -> tuple[Any, Any]:
+    base: Any, new: Any, start: Any, filled: Any, out: Any, log2_bits: Any, mask: Any, summed: Any
+) -> tuple[Any, Any, Any, Any]:
     """Collect the units that differ, from 64-bit word `start` on, until the output is full.
 
     `base` and `new` hold units of `2**log2_bits` bits, of which `mask` covers one. `out` holds
     positions, old units and new units; `filled` of each are taken. Returns the word to go on from
-    (the number of words when done) and how many are filled now.
+    (the number of words when done), how many are filled now, and, where `summed`, what the words of
+    `new` that were passed add to both sums of its fingerprint: they are in the cache just then.
     """
+    sum_0 = _U64(0)
+    sum_1 = _U64(0)
     positions, old, fresh = out
     words = _U64(base.size)
     per_word = _U64(64) >> log2_bits
@@ -53,6 +56,20 @@ def scan_words(
     count = _U64(filled)
     while at < words and np.int64(count) <= room:
         end = min(at + _BLOCK, words)
+        if summed:
+            for word in range(at, end):
+                z = _KEY + (_U64(2) * word + _ONE) * _GAMMA
+                y = z + _GAMMA
+                z = (z ^ (z >> _S30)) * _MIX_1
+                y = (y ^ (y >> _S30)) * _MIX_1
+                z = (z ^ (z >> _S27)) * _MIX_2
+                y = (y ^ (y >> _S27)) * _MIX_2
+                z = z ^ (z >> _S31)
+                y = y ^ (y >> _S31)
+                lower = new[word] & _LOW_32
+                upper = new[word] >> _S32
+                sum_0 += (z & _LOW_32) * lower + (y & _LOW_32) * upper
+                sum_1 += (z >> _S32) * lower + (y >> _S32) * upper
         listed = _U64(0)
         while at < end:
             line_end = min(at + _LINE, end)
@@ -81,7 +98,7 @@ def scan_words(
                 fresh[count] = (after >> shift) & mask
                 count += _ONE
                 different &= ~(mask << shift)
-    return at, count
+    return at, count, sum_0, sum_1
 
 
 @compiled

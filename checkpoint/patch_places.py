@@ -144,16 +144,24 @@ def place_of(tensor: Any, *, on_device: bool = False) -> Place:
     return HostPlace(name, shape, array, obstacle)
 
 
-def changes_between(base: Place, new: Place) -> Found:
-    """Compare two places; where both lie on one device the comparison happens there."""
+def changes_between(base: Place, new: Place, *, summed: bool = False) -> Found:
+    """Compare two places; where both lie on one device the comparison happens there.
+
+    `summed` asks for the sums of the new one's fingerprint; see `find_changes`.
+    """
     if isinstance(base, DevicePlace) and isinstance(new, DevicePlace):
         torch = sys.modules["torch"]
         if base.bits.device == new.bits.device:
             where = torch.nonzero(base.bits != new.bits).reshape(-1)
             positions = where.cpu().numpy()
             old, fresh = (_unsigned(p.bits[where].cpu().numpy()) for p in (base, new))
-            return Found(positions, old, fresh)
-    return find_changes(base.read(), new.read())
+            if not summed:
+                return Found(positions, old, fresh)
+            from shiftbook.checkpoint.device_sums import sum_block
+
+            start = np.zeros(1, dtype=np.uint64)
+            return Found(positions, old, fresh, sum_block(new.bits.reshape(1, -1), start))
+    return find_changes(base.read(), new.read(), summed=summed)
 
 
 def check_writable(name: str, place: Place) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shiftbook.checkpoint import patch_codec
-from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.checkpoint.fingerprint import fingerprint, fingerprint_tensors
 from shiftbook.checkpoint.patch import apply_patch, encode_anchor, encode_patch, read_patch
 from shiftbook.checkpoint.patch_codec import find_changes, from_planes, to_planes
 from shiftbook.checkpoint.patch_places import place_of
@@ -144,6 +144,18 @@ def test_an_update_that_is_undone_leaves_an_empty_patch() -> None:
     assert all_bits(receiver) == all_bits(base)
 
 
+@pytest.mark.parametrize("cheap", [False, True])
+def test_the_bytes_do_not_depend_on_the_processor(
+    monkeypatch: pytest.MonkeyPatch, cheap: bool
+) -> None:
+    base, new = model(), updated(model(), 0.01, 2)
+    expected = encode_patch(base, new, base_version=0, version=1, nan="carry")
+    monkeypatch.setattr("shiftbook.checkpoint.patch.hashes_are_cheap", lambda: cheap)
+    for threads in (1, 3):
+        data = encode_patch(base, new, base_version=0, version=1, nan="carry", threads=threads)
+        assert data == expected
+
+
 def test_a_known_base_is_not_read_again() -> None:
     base, new = model(), updated(model(), 0.01, 2)
     known = fingerprint_tensors(base)
@@ -162,8 +174,11 @@ def test_the_scan_finds_what_differs(unsigned: str, size: int, share: float, see
     new = base.copy()
     where = rng.random(size) < share
     new[where] ^= np.array(1, dtype=unsigned)
-    found = find_changes(base, new)
+    found = find_changes(base, new, summed=True)
     expected = np.flatnonzero(where)
+    if found.sums is not None:
+        assert found.sums == fingerprint(new).sums
+    assert find_changes(base, new).sums is None
     assert np.array_equal(found.positions, expected)
     assert np.array_equal(found.old, base[expected])
     assert np.array_equal(found.new, new[expected])
@@ -173,7 +188,9 @@ def test_the_scan_makes_room_as_it_goes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(patch_codec, "_FIRST_ROOM", 64)
     for unsigned in ("u1", "u2", "u8"):
         base = np.zeros(50_000, dtype=unsigned)
-        found = find_changes(base, base + np.array(1, dtype=unsigned))
+        new = base + np.array(1, dtype=unsigned)
+        found = find_changes(base, new, summed=True)
+        assert found.sums == fingerprint(new).sums
         assert np.array_equal(found.positions, np.arange(base.size))
         assert (found.new == 1).all()
 
