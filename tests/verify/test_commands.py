@@ -69,7 +69,7 @@ def test_a_clean_verdict_is_a_table_of_what_was_checked(
     code, out, err = call(capsys, str(honest))
     assert code == 0
     assert err == ""
-    assert "clean: 0 findings in demo, positions 0 to 101" in out
+    assert "clean: 0 findings in demo, positions 0 to 117" in out
     assert "I16" in out
     assert "needs a forward pass" in out
     assert "heads of this ledger are not signed yet" in out

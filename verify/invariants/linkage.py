@@ -63,7 +63,10 @@ class _OverRows(Invariant):
 
 
 class TokenIdentity(_OverRows):
-    """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made."""
+    """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made.
+
+    Where masks are recorded, the trained tokens are exactly the sampled ones.
+    """
 
     id = "I11"
     title = "consumed tokens are the generated ones"
@@ -74,6 +77,8 @@ class TokenIdentity(_OverRows):
             return
         faults: list[tuple[str, str, str, int | None]] = []
         checked = 0
+        masks = step.rows.get("mask_digest") if step.rows is not None else None
+        trained = dict(zip(step.rows["uid"], masks, strict=True)) if step.rows and masks else {}
         for sample, (uid, tokens) in _pairs(step, ("token_digest",)):
             if sample is None:
                 continue  # I10's business: not drawn, or closed
@@ -86,6 +91,10 @@ class TokenIdentity(_OverRows):
             elif sample.tokens != tokens:
                 expected = f"tokens {short(sample.tokens)} as generated"
                 faults.append((str(uid), expected, f"tokens {short(tokens)}", sample.generated))
+            elif sample.mask is not None and trained.get(str(uid), sample.mask) != sample.mask:
+                expected = f"trained tokens {short(sample.mask)}, those that were sampled"
+                found = f"trained tokens {short(trained[str(uid)])}"
+                faults.append((str(uid), expected, found, sample.generated))
         self.over_rows(
             step,
             faults,

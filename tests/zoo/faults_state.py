@@ -1,0 +1,1 @@
+"""Placeholder until the faults of this family are written."""
