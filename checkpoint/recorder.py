@@ -18,6 +18,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
@@ -51,7 +52,12 @@ from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import Edge, ExperimentForked, JobClosed, JobOpened
 from shiftbook.ledger.events.life import ReplicaLost, ReplicaStarted
 from shiftbook.ledger.events.observation import IterationCompleted
-from shiftbook.ledger.events.probes import DataBuilt, LogProbsReplayed, RandomStatesRecorded
+from shiftbook.ledger.events.probes import (
+    DataBuilt,
+    LogProbsReplayed,
+    RandomStatesRecorded,
+    RewardsRescored,
+)
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
 from shiftbook.ledger.events.training import SamplesDrawn, SamplesDropped, Transform
 from shiftbook.ledger.evidence import write_segments
@@ -125,7 +131,7 @@ class Recorder:
         self._policy = policy
         self._syncs = 0
         self._owned = False
-        self._after: Literal["restore", "start"] | None = None
+        self._after: Literal["restore", "start"] | None = "start"
         self._versions: dict[str, int] = {}
         self._verified = 0
         self._reward_mean = 0.0
@@ -166,10 +172,7 @@ class Recorder:
             job,
             JobOpened(
                 components=tuple(components),
-                edges=tuple(
-                    Edge(source=a, target=b)
-                    for a, b in zip(components, components[1:], strict=False)
-                ),
+                edges=tuple(Edge(source=a, target=b) for a, b in pairwise(components)),
                 devices=tuple(Device(name=name) for name in names),
                 topology=Topology(),
                 elastic={},
@@ -272,6 +275,25 @@ class Recorder:
         self._reward_mean = event.reward_mean
         self._add(event, rows=rows)
 
+    def rescored(
+        self, iteration: int, used: Mapping[str, float], again: Mapping[str, float]
+    ) -> None:
+        """Rewards of some samples as they are used, and as each scored by itself gives them.
+
+        For scorers that give the same reward twice; ``again`` names the samples.
+        """
+        gaps = {uid: abs(float(used.get(uid, float("nan"))) - again[uid]) for uid in again}
+        worst = max(gaps, key=lambda uid: (gaps[uid] != gaps[uid], gaps[uid]), default=None)
+        self._add(
+            RewardsRescored(
+                attempt=self.attempt,
+                iteration=iteration,
+                samples=len(again),
+                largest_gap=gaps[worst] if worst is not None else 0.0,
+                worst=worst,
+            )
+        )
+
     def dropped(self, iteration: int, uids: Sequence[str], reason: str) -> None:
         """Samples that will never be used; the reason begins with a drop rule of the plan."""
         self._add(
@@ -301,7 +323,14 @@ class Recorder:
 
         ``cast`` (the masters in the model's dtype) and ``ema`` are read where it has them.
         """
-        record = UpdateRecord(self.attempt, iteration, state, probe=probe, loss=loss)
+        record = UpdateRecord(
+            self.attempt,
+            iteration,
+            state,
+            probe=probe,
+            loss=loss,
+            virtual_ranks=self.plan.update.virtual_ranks,
+        )
         if self._after is not None:
             self._first_update(record)
         yield record

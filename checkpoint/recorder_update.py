@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shiftbook.checkpoint.errors import RecorderMisuse
-from shiftbook.checkpoint.recorder_state import State, roots
+from shiftbook.checkpoint.recorder_state import State, roots, value_digest
 from shiftbook.ledger.events.training import (
     Controller,
     LossTerm,
@@ -32,6 +32,10 @@ def read(state: LiveState) -> dict[str, str]:
     return roots(state() if callable(state) else state)
 
 
+def _mask_digest(mask: Any) -> str | None:
+    return mask if mask is None or isinstance(mask, str) else value_digest(mask)
+
+
 class UpdateRecord:
     """Collects one update; ``Recorder.update`` makes it and writes it when its block ends.
 
@@ -47,6 +51,7 @@ class UpdateRecord:
         *,
         probe: StepProbe | None,
         loss: PolicyLoss | None,
+        virtual_ranks: int = 0,
     ) -> None:
         self.before = read(state)
         missing = [name for name in REQUIRED if name not in self.before]
@@ -61,7 +66,8 @@ class UpdateRecord:
         self._iteration = iteration
         self._state = state
         self._micro: list[MicroBatch] = []
-        self._places: dict[int, int] = {}
+        # A rank without a group in this batch takes part all the same.
+        self._places: dict[int, set[str]] = {v: set() for v in range(virtual_ranks)}
         self._ranks: list[RankState] = []
         self._controllers: dict[str, Controller] = {}
         self._residuals: dict[str, Residual] = {}
@@ -76,28 +82,35 @@ class UpdateRecord:
         samples: int,
         rank: int = 0,
         virtual_rank: int | None = None,
-        groups: int = 1,
+        groups: int | Collection[str] = 1,
         gradient: Mapping[str, Any] | None = None,
-        first_mask: str | None = None,
-        recomputed_mask: str | None = None,
+        first_mask: Any = None,
+        recomputed_mask: Any = None,
     ) -> None:
         """One accumulation: trained tokens inside its loss, and what the loss was divided by.
 
-        ``groups`` are those of ``virtual_rank`` (default: the rank) that it held. ``gradient`` is
-        this micro batch's own gradient by parameter name, for the probe.
+        ``groups`` are those of ``virtual_rank`` (default: the rank) that it held: their names, or
+        how many where none is split over micro batches. ``gradient`` is this micro batch's own
+        gradient by parameter name, for the probe. The masks are dropout's, zero where it left
+        something out (tensors, or their digests).
         """
+        size = int(first_mask.numel()) if hasattr(first_mask, "numel") else None
         self._micro.append(
             MicroBatch(
                 rank=rank,
                 samples=samples,
                 tokens=tokens,
                 divisor=divisor,
-                first_mask=first_mask,
-                recomputed_mask=recomputed_mask,
+                first_mask=_mask_digest(first_mask),
+                recomputed_mask=_mask_digest(recomputed_mask),
+                mask_size=size,
+                masked=None if size is None else size - int((first_mask != 0).sum()),
             )
         )
         place = rank if virtual_rank is None else virtual_rank
-        self._places[place] = self._places.get(place, 0) + groups
+        held = self._places.setdefault(place, set())
+        names = range(len(held), len(held) + groups) if isinstance(groups, int) else groups
+        held.update(str(name) for name in names)
         if gradient is not None and self.probe is not None:
             self.probe.contribution(gradient)
 
@@ -208,7 +221,7 @@ class UpdateRecord:
             recomputed=self._residuals or None,
             loss_terms=terms,
             virtual_ranks=tuple(
-                VirtualRank(virtual_rank=place, pid=pid, device=device, groups=groups)
+                VirtualRank(virtual_rank=place, pid=pid, device=device, groups=len(groups))
                 for place, groups in sorted(self._places.items())
             ),
             **self._fields,

@@ -62,6 +62,7 @@ class UpdatePlan(_Part):
     clip_range: float | None = Field(default=None, description="of the importance ratio")
     truncation: float | None = Field(default=None, description="of engine-to-trainer weights")
     ema_decay: float | None = None
+    dropout: float | None = Field(default=None, ge=0, lt=1, description="share left out")
     controllers: dict[str, dict[str, float | str]] = Field(
         default_factory=dict, description="by name: rule and its constants"
     )

@@ -158,7 +158,7 @@ class Track:
             case CheckpointRestored():
                 self._restore(event, at)
             case SamplesDrawn():
-                self._draw(event, at)
+                self._draw(event, at, plan)
             case SamplesGenerated():
                 self._generated(event, at, rows)
             case SamplesRewarded():
@@ -243,6 +243,11 @@ class Track:
             return
         self.mark = mark
         self.chain = _chain_of(mark, base)
+        if event.kind != "resume":
+            # A warm start begins counters, schedule and controllers anew with what it kept.
+            known = mark.chain.controllers if mark.chain is not None else {}
+            kept = dict(known) if "controllers" in event.parts else {}
+            self.chain = _with_parts(replace(base, updates=0, controllers=kept), event.parts)
         self.pending = Consumed()
         # Updates after the bundle are undone, so what they consumed is owed again; what was drawn
         # stays drawn, and drawing it again is as good.
@@ -266,7 +271,7 @@ class Track:
                         uid, ordinal, run.iteration, run.position, unknown=unknown
                     )
 
-    def _draw(self, event: SamplesDrawn, at: int) -> None:
+    def _draw(self, event: SamplesDrawn, at: int, plan: Plan | None) -> None:
         stop = event.start + len(event.indices)
         run = Drawn(event.start, stop, event.group_size, event.iteration, at)
         for uid in [u for u, s in self.samples.items() if event.start <= s.ordinal < stop]:
@@ -275,6 +280,12 @@ class Track:
             self.draws = deque((d for d in self.draws if d.stop <= event.start), maxlen=WINDOW)
         self.draws.append(run)
         self._open(run)
+        if plan is not None and plan.objective == "sft":
+            # A training sequence is whole when it is drawn; no engine adds to it.
+            for place, digest in enumerate(event.prompt_digests or ()):
+                sample = self.samples.get(f"{event.start + place:06d}/0")
+                if sample is not None:
+                    sample.generated, sample.tokens = at, digest
         self.cursor = stop
         if self.redraw is not None and event.start <= self.redraw:
             self.redraw = None

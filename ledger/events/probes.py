@@ -28,6 +28,18 @@ class RandomStatesRecorded(Event):
     states: dict[str, Hex128]
 
 
+class RewardsRescored(Event):
+    """Some samples scored again, each by itself: attested by the job."""
+
+    attempt: str
+    iteration: Count
+    samples: Count
+    largest_gap: float
+    """Largest |reward as used - reward again|; NaN where none is used."""
+    worst: str | None = None
+    """Uid of the sample with that gap."""
+
+
 class LogProbsReplayed(Event):
     """A few samples computed again by other code under the version they are stamped with.
 

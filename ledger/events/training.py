@@ -108,6 +108,10 @@ class MicroBatch(Part):
     """Digest of the dropout masks that the first forward drew."""
     recomputed_mask: Hex128 | None = None
     """Digest of those that the recomputed forward drew; absent where nothing is recomputed."""
+    mask_size: Count | None = None
+    """Elements that dropout drew for."""
+    masked: Count | None = None
+    """Those that it left out."""
 
 
 class RankState(Part):

@@ -8,6 +8,7 @@ fault, so that a fault does not read as many.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -647,6 +648,228 @@ def fix_tokens(run: Run, number: int) -> None:
     """Make an update's tokens those of its batch, so that only the loss of the sample shows."""
     total = sum(rows(run, "BatchConsumed", number)["tokens"])
     change(run, "UpdateApplied", number, tokens=total, divisor=float(total))
+
+
+# -- what the recorder adds ------------------------------------------------------------------
+
+
+def nested(run: Run, name: str, number: int, field: str, value: object) -> int:
+    """Replace one field of an update."""
+    return change(run, name, number, **{field: value})
+
+
+@case("I1b", "in the file, as at the save", "differing: masters")
+def _file_of_a_later_state(run: Run) -> int:
+    found = {**run.get("CheckpointSaved", 1).event.file_parts, "masters": h128("later")}
+    return change(run, "CheckpointSaved", 1, file_parts=found)
+
+
+@case("I4", "as the plan declares", "data set", "replay")
+def _another_data_set(run: Run) -> int:
+    columns = rows(run, "DataBuilt")
+    columns["digest"][3] = h128("edited")
+    digests = "\n".join(columns["digest"])
+    whole = hashlib.sha256(digests.encode()).hexdigest()
+    return change(run, "DataBuilt", dataset_digest=whole)
+
+
+@case("I4", "index", "prompt")
+def _another_prompt_drawn(run: Run) -> int:
+    found = run.get("SamplesDrawn", 1).event.prompt_digests
+    return change(run, "SamplesDrawn", 1, prompt_digests=(h128("stale"), *found[1:]))
+
+
+@case("I4", "000004/0 generated from prompt", "1 samples")
+def _another_prompt_fed(run: Run) -> int:
+    rows(run, "SamplesGenerated", 1)["prompt_digest"][0] = h128("other")
+    return run.at("SamplesGenerated", 1)
+
+
+@case("I7", "cached values of version 1 or newer", "values of version 0 under weights 1")
+def _prefix_of_old_weights(run: Run) -> int:
+    rows(run, "SamplesGenerated", 1)["cache_version_min"][2] = 0
+    return run.at("SamplesGenerated", 1)
+
+
+@case("I7", "flush", "no cache flushed")
+def _cache_never_flushed(run: Run) -> int:
+    return change(run, "WeightSyncCommitted", 1, caches_flushed=())
+
+
+@case("I9", "a random state of its own for rank/1", "rank/1 and rank/0", "I9b")
+def _streams_collapse(run: Run) -> int:
+    states = run.get("RandomStatesRecorded", 1).event.states
+    return change(run, "RandomStatesRecorded", 1, states=dict.fromkeys(states, states["rank/0"]))
+
+
+@case("I9", "randomness of its own", "the same as")
+def _two_samples_one_stream(run: Run) -> int:
+    streams = rows(run, "SamplesGenerated", 1)["stream"]
+    streams[1] = streams[0]
+    return run.at("SamplesGenerated", 1)
+
+
+@case("I9b", "as it was left", "differing: rank/0")
+def _reseeded_before_the_update(run: Run) -> int:
+    states = run.get("RandomStatesRecorded", 3).event.states
+    assert run.get("RandomStatesRecorded", 3).event.moment == "before"
+    return change(run, "RandomStatesRecorded", 3, states={**states, "rank/0": h128("seed")})
+
+
+@case("I11", "those that were sampled", "trained tokens")
+def _tool_text_trained(run: Run) -> int:
+    rows(run, "BatchConsumed", 0)["mask_digest"][1] = h128("all ones")
+    return run.at("BatchConsumed", 0)
+
+
+@case("I16", "rounding of float32; nothing was calibrated", "mean gap 0.01")
+def _log_probabilities_do_not_replay(run: Run) -> int:
+    return change(run, "LogProbsReplayed", 1, mean_gap=0.01, largest_gap=0.03)
+
+
+@case("I16", "as the declared randomness and transform draw them", "3 of 7")
+def _tokens_drawn_otherwise(run: Run) -> int:
+    return change(run, "LogProbsReplayed", 0, other_tokens=3)
+
+
+@case("I16", "temperature 1.0", "temperature 0.6")
+def _another_temperature(run: Run) -> int:
+    hot = run.get("SamplesGenerated", 0).event.transform.model_copy(update={"temperature": 0.6})
+    return change(run, "SamplesGenerated", 0, transform=hot)
+
+
+@case("I16", "the engine's own", "1 samples")
+def _behaviour_values_recomputed(run: Run) -> int:
+    rows(run, "BatchConsumed", 0)["logp_digest"][0] = h128("the trainer's")
+    return run.at("BatchConsumed", 0)
+
+
+@case("I18", "a schedule at 2", "at 3")
+def _schedule_counts_micro_batches(run: Run) -> int:
+    return change(run, "UpdateApplied", 1, scheduler_step=3)
+
+
+@case("I19", "of every parameter on every rank", "counters from 0 to 2")
+def _one_counter_not_restored(run: Run) -> int:
+    return change(run, "UpdateApplied", 1, optimizer_step_least=0)
+
+
+def other_rank(run: Run, **fields: object) -> int:
+    ranks = run.get("UpdateApplied", 1).event.ranks
+    return change(run, "UpdateApplied", 1, ranks=(ranks[0], ranks[1].model_copy(update=fields)))
+
+
+@case("I20", "on all ranks", "on rank 1")
+def _ranks_drift(run: Run) -> int:
+    return other_rank(run, params=h128("drifted"))
+
+
+@case("I20", "gradient", "on rank 1")
+def _gradient_not_reduced(run: Run) -> int:
+    return other_rank(run, gradient=h128("local"))
+
+
+@case("I20", "loss scale 1.0", "0.5 on rank 1")
+def _scales_differ(run: Run) -> int:
+    return other_rank(run, scale=0.5)
+
+
+@case("I21", "like all of them", "by 9")
+def _mean_of_means(run: Run) -> int:
+    first, *rest = run.get("UpdateApplied", 0).event.micro_batches
+    micro = (first.model_copy(update={"divisor": 9.0}), *rest)
+    return change(run, "UpdateApplied", 0, micro_batches=micro)
+
+
+@case("I21", "in the micro batches", "8 samples")
+def _micro_batch_left_out(run: Run) -> int:
+    first, *_ = run.get("UpdateApplied", 0).event.micro_batches
+    return change(run, "UpdateApplied", 0, micro_batches=(first,))
+
+
+@case("I22", "before the update, its masters in its dtype", "model")
+def _masters_not_refreshed(run: Run) -> int:
+    return change(run, "UpdateApplied", 2, cast_before=h128("old masters"))
+
+
+@case("I23", "every parameter moved", "not so: norm")
+def _a_parameter_stands_still(run: Run) -> int:
+    return change(run, "UpdateApplied", 0, unmoved=("norm",))
+
+
+def controlled(run: Run, number: int, **fields: object) -> int:
+    value = run.get("UpdateApplied", number).event.controllers["kl_coefficient"]
+    changed = {"kl_coefficient": value.model_copy(update=fields)}
+    return change(run, "UpdateApplied", number, controllers=changed)
+
+
+@case("I24", "kl_coefficient before the update: 0.0105", "0.01", "I26")
+def _controller_not_restored(run: Run) -> int:
+    return controlled(run, 1, before=0.01, after=0.01 * 1.05)
+
+
+@case("I24", "after it, by adaptive-kl", "0.02")
+def _controller_moves_otherwise(run: Run) -> int:
+    # Alone it stands for itself: the next update goes on from what it left.
+    for number in range(4, 0, -1):
+        at = controlled(run, number, before=0.02 if number > 1 else 0.0105, after=0.02)
+        del at
+    return run.at("UpdateApplied", 1)
+
+
+@case("I24", "kl that kl_coefficient read: 0.01", "0.3")
+def _controller_fed_otherwise(run: Run) -> int:
+    return controlled(run, 0, inputs={"kl": 0.3})
+
+
+@case("I25", "micro batch 1 of rank 1", "")
+def _another_mask_in_the_recompute(run: Run) -> int:
+    first, second = run.get("UpdateApplied", 0).event.micro_batches
+    micro = (first, second.model_copy(update={"recomputed_mask": h128("another")}))
+    return change(run, "UpdateApplied", 0, micro_batches=micro)
+
+
+def term(run: Run, number: int, name: str, **fields: object) -> int:
+    terms = run.get("UpdateApplied", number).event.loss_terms
+    changed = {**terms, name: terms[name].model_copy(update=fields)}
+    return change(run, "UpdateApplied", number, loss_terms=changed)
+
+
+@case("I26", "to have a part in the gradient", "a part of norm 0")
+def _dead_term(run: Run) -> int:
+    return term(run, 0, "kl", gradient_norm=0.0)
+
+
+@case("I26", "coefficient 0.01 of kl", "0.5")
+def _another_coefficient(run: Run) -> int:
+    return term(run, 0, "kl", coefficient=0.5)
+
+
+@case("I27", "long samples dropped as often as others", "8 of 8 drops")
+def _slow_samples_are_dropped(run: Run) -> int:
+    dropped = run.at("SamplesDropped")
+    columns = rows(run, "SamplesGenerated", 1)
+    uids = columns["uid"][-8:]
+    event = run.entries[dropped].event
+    generated = run.at("SamplesGenerated", 1)
+    for uid in uids:
+        columns["tokens"][columns["uid"].index(uid)] = 500
+    del generated
+    for number in range(2):
+        consumed = rows(run, "BatchConsumed", number)
+        if number == 1:
+            keep = [i for i, uid in enumerate(consumed["uid"]) if uid not in uids]
+            for name in consumed:
+                consumed[name][:] = [consumed[name][i] for i in keep]
+    run.entries[dropped].change(uids=tuple({*event.uids, *uids}))
+    return dropped
+
+
+@case("recomputed", "step as declared, within", "0.5 off")
+def _another_step_than_declared(run: Run) -> int:
+    residual = run.get("UpdateApplied", 0).event.recomputed["step"]
+    wrong = {"step": residual.model_copy(update={"largest": 0.5})}
+    return change(run, "UpdateApplied", 0, recomputed=wrong)
 
 
 def shift(run: Run) -> None:

@@ -31,7 +31,7 @@ from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
 from tests.zoo import storage
 from tests.zoo.engine import Engine, Made, keyed_uniform
 from tests.zoo.loader import DATASET, GROUP, PROMPTS, TOKENIZER, Drawn, Loader
-from tests.zoo.model import PAD, digest_of, forward, logical
+from tests.zoo.model import DROPOUT, PAD, digest_of, forward, logical
 from tests.zoo.now import NOW
 from tests.zoo.trainer import (
     ADAM,
@@ -100,6 +100,7 @@ def plan_of(shape: Shape) -> Plan:
             clip_range=CLIP_RANGE,
             truncation=TRUNCATION,
             ema_decay=EMA_DECAY,
+            dropout=DROPOUT,
             controllers={
                 "kl_coefficient": {
                     "rule": "adaptive-kl",
@@ -121,7 +122,8 @@ def plan_of(shape: Shape) -> Plan:
 def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         nested = isinstance(value, Mapping) and isinstance(base.get(name), dict)
-        base[name] = _merged(base[name], value) if nested and name != "controllers" else value
+        whole = name in ("controllers", "loss_terms") or not nested
+        base[name] = value if whole else _merged(base[name], value)
     return base
 
 
@@ -174,6 +176,9 @@ class Job:
         self.saved: Path | None = None
         self.rewards: dict[int, float] = {}
         self.params: list[str] = []
+        self.scores: dict[str, float] = {}
+        self.history: dict[int | None, dict[str, torch.Tensor]] = {}
+        """Policies by version, for the probes."""
 
     # -- lives -----------------------------------------------------------------------------
 
@@ -194,6 +199,7 @@ class Job:
         held = None if self.saved is None else storage.load(self.saved)
         first = 0 if held is None else held["iteration"]
         NOW.iteration = first
+        self.history.clear()
         self.trainer = Trainer(self.shape.seed, self.shape.ranks_at(first))
         self.loader = Loader(self.shape.seed)
         policy = self.trainer.published() if held is None else storage.parts(held)["model"]
@@ -335,6 +341,7 @@ class Job:
         )
         rewards = self.scorer.score_all(samples)
         self.recorder.rewarded(iteration, rewards, {s.uid: s.tokens for s in samples}, by=SCORER)
+        self.recorder.rescored(iteration, rewards, {s.uid: scored_alone(s) for s in samples})
         self.scores = rewards
         self.rewards[iteration] = sum(rewards.values()) / max(1, len(rewards))
         return samples
@@ -401,6 +408,8 @@ class Job:
             rewards=rewards,
             lengths=[len(s.tokens) for s in members],
             groups=[s.uid.partition("/")[0] for s in members],
+            versions=[_only_version(s) for s in members],
+            scored_at=self.trainer.version,
         )
 
     def reward_of(self, sample: Made) -> float:
@@ -450,29 +459,34 @@ class Job:
 
     def probe(self, iteration: int, batches: dict[int, list[Batch]]) -> None:
         """Replay behaviour, trainer's and reference's log-probabilities in the other code."""
-        lead = self.trainer.ranks[0]
-        checker = Engine("probe", "probe", self.shape.seed)
-        for what, model in (("behaviour", lead.model), ("reference", self.trainer.reference)):
-            checker.load(logical({n: t.detach() for n, t in model.items()}, tied=True), 0)
-            w = checker.weights()
-            for virtual_rank, micro in batches.items():
-                for batch in micro[:1]:
-                    used, again, others = self.replay(checker, w, batch, what)
+        reference = logical(self.trainer.reference, tied=True)
+        for virtual_rank, micro in batches.items():
+            for batch in micro[:1]:
+                for what, source, weights in (
+                    ("behaviour", batch.engine, self.history.get(batch.versions[0])),
+                    ("proximal", batch.old, self.history.get(batch.scored_at)),
+                    ("reference", batch.reference, reference),
+                ):
+                    if weights is None:
+                        continue  # of several versions, or of one that is no longer kept
+                    used, again, others = self.replay(weights, batch, source)
                     self.recorder.replayed(
                         iteration,
                         what,  # type: ignore[arg-type]
                         used,
                         again,
                         replica=f"vrank-{virtual_rank}",
-                        version=self.trainer.version,
+                        version=batch.versions[0] or 0,
                         other_tokens=others if what == "behaviour" else 0,
-                        calibrating=False,
                     )
 
     def replay(
-        self, checker: Engine, w: dict[str, np.ndarray], batch: Batch, what: str
+        self, weights: Mapping[str, torch.Tensor], batch: Batch, source: torch.Tensor
     ) -> tuple[list[float], list[float], int]:
         """Log-probabilities of the first sample as used and again, and tokens drawn otherwise."""
+        checker = Engine("probe", "probe", self.shape.seed)
+        checker.load(weights, 0)
+        w = checker.weights()
         used, again, others = [], [], 0
         h = np.zeros(w["embed"].shape[1], dtype=np.float32)
         row = [int(t) for t in batch.tokens[0, : batch.lengths[0]]]
@@ -480,15 +494,11 @@ class Job:
             h, logp = checker.step(w, h, row[place], place)
             if not bool(batch.trained[0, place + 1]):
                 continue
-            source = batch.reference if what == "reference" else batch.engine
             used.append(float(source[0, place + 1]))
             again.append(float(logp[row[place + 1]]))
-            if what == "behaviour":
-                used.append(float(batch.old[0, place + 1]))
-                again.append(float(logp[row[place + 1]]))
-                edges = np.cumsum(np.exp(logp.astype(np.float64)))
-                u = keyed_uniform(self.shape.seed, batch.uids[0], place + 1) * edges[-1]
-                others += int(np.searchsorted(edges, u, side="right")) != row[place + 1]
+            edges = np.cumsum(np.exp(logp.astype(np.float64)))
+            u = keyed_uniform(self.shape.seed, batch.uids[0], place + 1) * edges[-1]
+            others += int(np.searchsorted(edges, u, side="right")) != row[place + 1]
         return used, again, others
 
     # -- sync, save ------------------------------------------------------------------------
@@ -497,6 +507,7 @@ class Job:
         """Deliver the present policy to all engines and empty their caches."""
         weights = self.trainer.published()
         version = self.trainer.version
+        self.history[version] = self.kept_for_probes()
         with self.recorder.sync(version, weights, [e.name for e in self.engines]) as sync:
             for engine in self.engines:
                 self.deliver(engine, weights, version)
@@ -504,6 +515,11 @@ class Job:
                 sync.delivered(
                     engine.name, engine.incarnation, engine.resident(), caches_flushed=flushed
                 )
+
+    def kept_for_probes(self) -> dict[str, torch.Tensor]:
+        """The present policy, for probes of samples that are stamped with its version."""
+        model = self.trainer.ranks[0].model
+        return logical({n: t.detach().clone() for n, t in model.items()}, tied=True)
 
     def deliver(self, engine: Engine, weights: dict[str, torch.Tensor], version: int) -> None:
         """Hand the weights to one engine."""
@@ -541,6 +557,17 @@ class Job:
         return digest_of(
             sorted(roots(self.saved_state()).items()), [e.version for e in self.engines]
         )
+
+
+def scored_alone(sample: Made) -> float:
+    """The reward by other code than the scorer's, for the probe."""
+    made = np.array(sample.tokens)[np.array(sample.sampled)]
+    return float(np.isin(made, (sample.prompt[0], sample.prompt[0] - 1)).sum() / 5)
+
+
+def _only_version(sample: Made) -> int | None:
+    versions = {v for v, on in zip(sample.versions, sample.sampled, strict=True) if on}
+    return versions.pop() if len(versions) == 1 else None
 
 
 def logical_list(trainer: Trainer) -> list[Any]:

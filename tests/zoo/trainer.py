@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import torch
 
 from shiftbook.checkpoint.recorder_loss import PolicyLoss
-from shiftbook.checkpoint.recorder_state import value_digest
 from shiftbook.checkpoint.recorder_step import Adam, StepProbe
 from shiftbook.checkpoint.recorder_update import UpdateRecord
 from tests.zoo.model import (
@@ -45,6 +45,10 @@ class Batch:
     rewards: list[float]
     lengths: list[int]
     groups: list[str]
+    versions: list[int | None]
+    """Version of each sample's tokens; None where they are of several."""
+    scored_at: int = 0
+    """Version of the model that ``old`` was computed with."""
 
 
 @dataclass
@@ -121,7 +125,7 @@ class Trainer:
 
     def policy_logps(
         self, rank: Rank, virtual_rank: int, tokens: torch.Tensor
-    ) -> tuple[torch.Tensor, str, str]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """With dropout and gradient, computed twice as activation checkpointing does."""
         stream = self.streams[virtual_rank]
         state = stream.get_state()
@@ -130,7 +134,7 @@ class Trainer:
             forward(rank.model, self.buffer, tokens, first)
         again = self.recompute_mask(stream, state, tokens)
         logps = forward(rank.model, self.buffer, tokens, again)
-        return logps, value_digest(first), value_digest(again)
+        return logps, first, again
 
     def recompute_mask(
         self, stream: torch.Generator, state: torch.Tensor, tokens: torch.Tensor
@@ -190,7 +194,7 @@ class Trainer:
         record.micro_batch(
             rank=rank.number,
             virtual_rank=virtual_rank,
-            groups=len(set(batch.groups)),
+            groups=batch.groups,
             samples=len(batch.uids),
             tokens=int(batch.trained.sum()),
             divisor=divisor,
@@ -303,6 +307,9 @@ class Trainer:
                 )
         self.scatter(self.all_reduce())
         norm = self.norm(lead.reduced)
+        if self.overflow(norm):
+            self.skip(record, loss, norm, declared)
+            return
         clipped = [self.clip(rank, norm) for rank in self.ranks]
         probe.reduced(lead.reduced, norm)
         rate = self.learning_rate()
@@ -343,6 +350,29 @@ class Trainer:
             ),
         )
 
+    def overflow(self, norm: float) -> bool:
+        """True where the gradient is not finite and the step is to be skipped."""
+        return not math.isfinite(norm)
+
+    def skip(self, record: UpdateRecord, loss: float, norm: float, declared: PolicyLoss) -> None:
+        """Count a version and change nothing."""
+        self.version += 1
+        for rank in self.ranks:
+            record.rank(rank.number, {**logical(rank.model), "step": rank.step}, scale=rank.scale)
+        record.controller("kl_coefficient", self.kl_coefficient, self.kl_coefficient)
+        record.controller("rewards_seen", self.rewards_seen, self.rewards_seen)
+        record.applied(
+            version=self.version,
+            optimizer_step=self.ranks[0].step,
+            learning_rate=self.learning_rate(),
+            loss=loss,
+            kl=declared.terms()["kl"].value,
+            grad_norm=norm,
+            skipped=True,
+            step_range=(min(r.step for r in self.ranks), max(r.step for r in self.ranks)),
+            scheduler_step=self.scheduled,
+        )
+
     # -- parts -----------------------------------------------------------------------------
 
     def published(self) -> Tensors:
@@ -359,13 +389,18 @@ class Trainer:
             "model": self.published(),
             "masters": logical(lead.masters),
             "optimizer": {**moments, "step": lead.step},
-            "cast": {**logical(lead.cast(), tied=True), "positions": positions()},
+            "cast": self.cast_masters(),
             "ema": logical(lead.ema),
             "reference": logical(self.reference),
             "controllers": {"kl": self.kl_coefficient, "rewards": self.rewards_seen},
             "scheduler": {"step": self.scheduled},
             "scaler": {"scale": lead.scale},
         }
+
+    def cast_masters(self) -> Tensors:
+        """Masters in the model's dtype, for the recorder alone."""
+        cast = {n: t.to(torch.bfloat16) for n, t in self.ranks[0].masters.items()}
+        return {**logical(cast, tied=True), "positions": positions()}
 
     def random_states(self) -> dict[str, torch.Tensor]:
         """State of every stream by owner."""

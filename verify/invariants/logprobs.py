@@ -17,7 +17,8 @@ SPREAD = 10.0
 """Allowed largest gap over the allowed mean one."""
 
 OTHER_TOKENS = 0.02
-"""Share of tokens that may come out otherwise: draws that fall between two rounded edges."""
+"""Share of tokens that may come out otherwise: draws that fall between two rounded edges.
+``tolerances["I16.tokens"]`` of the plan overrides it."""
 
 
 class LogProbsReplay(Invariant):
@@ -71,15 +72,18 @@ class LogProbsReplay(Invariant):
         made, other = self._tokens.get(event.what, (0, 0))
         made, other = made + event.tokens, other + event.other_tokens
         self._tokens[event.what] = (made, other)
-        self.expect(
-            event.other_tokens <= max(1, OTHER_TOKENS * event.tokens)
-            and other <= max(1, OTHER_TOKENS * made),
+        share = step.plan.tolerances.get("I16.tokens", OTHER_TOKENS) if step.plan else OTHER_TOKENS
+        drawn = self.expect(
+            event.other_tokens <= max(1, share * event.tokens) and other <= max(1, share * made),
             step.at,
             expected="tokens as the declared randomness and transform draw them",
             found=f"{event.other_tokens} of {event.tokens} otherwise ({other} of {made} so far)",
             cause="sampled with another temperature, top-p, seed or key than declared",
             action="Draw with the declared transform; key by job seed, uid, turn and token.",
         )
+
+        if not drawn:
+            self._tokens[event.what] = (0, 0)  # told once
 
     def _transform(self, step: Step, event: SamplesGenerated) -> None:
         if event.transform is None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shiftbook.ledger.events.training import Controller, UpdateApplied
+from shiftbook.ledger.events.training import Controller, MicroBatch, UpdateApplied
 from shiftbook.verify.invariants.base import End, Invariant, Step, short
+
+SIGMAS = 6.5
+"""Standard deviations of a binomial count; a false alarm in 10^10 masks."""
 
 RELATIVE = 1e-9
 """Float64 arithmetic of a controller, done in another order."""
 
 
-def _expected(
-    rule: Mapping[str, float | str], value: Controller, divisor: float
-) -> float | str | None:
+def _expected(rule: Mapping[str, float | str], value: Controller) -> float | str | None:
     """Value after the update by the declared rule; text says what is missing.
 
     adaptive-kl (arXiv 1909.08593): before * (1 + gain * clip(kl / target - 1, -limit, limit)).
@@ -63,12 +64,14 @@ class Controllers(Invariant):
             if known is None and chain is not None and chain.updates == 0 and "first" in rule:
                 known = float(rule["first"])
             self._compare(step, f"{name} before the update", known, value.before)
-            expected = _expected(rule, value, event.divisor)
+            if event.skipped:
+                continue
+            expected = _expected(rule, value)
             if expected is None:
                 self.missing("this build does not know the declared rule of a controller")
             elif isinstance(expected, str):
                 self.missing(f"an update carries no {expected} that the rule reads")
-            elif not event.skipped:
+            else:
                 after = f"{name} after it, by {rule.get('rule')}"
                 self._compare(step, after, expected, value.after)
         self._inputs(step, event)
@@ -100,7 +103,10 @@ class Controllers(Invariant):
 
 
 class RecomputedMasks(Invariant):
-    """I25: a forward that is computed again for the backward draws the same dropout masks."""
+    """I25: a forward that is computed again for the backward draws the same dropout masks.
+
+    Where the plan declares the rate, masks leave out that share, within SIGMAS standard deviations.
+    """
 
     id = "I25"
     title = "recomputed forward draws the same mask"
@@ -114,7 +120,10 @@ class RecomputedMasks(Invariant):
         if not isinstance(event, UpdateApplied):
             return
         self._updates += 1
+        rate = step.plan.update.dropout if step.plan else None
         for number, micro in enumerate(event.micro_batches or ()):
+            if rate is not None:
+                self._share(step, number, micro, rate)
             if micro.first_mask is None or micro.recomputed_mask is None:
                 continue
             self.expect(
@@ -126,6 +135,21 @@ class RecomputedMasks(Invariant):
                 cause="activation checkpointing without the random state, or a draw in between",
                 action="Keep the random state of the first forward (preserve_rng_state=True).",
             )
+
+    def _share(self, step: Step, number: int, micro: MicroBatch, rate: float) -> None:
+        if micro.mask_size is None or micro.masked is None:
+            self.missing("micro batches carry no count of what dropout left out")
+            return
+        room = SIGMAS * math.sqrt(micro.mask_size * rate * (1 - rate)) + 1
+        self.expect(
+            abs(micro.masked - rate * micro.mask_size) <= room,
+            step.at,
+            expected=f"micro batch {number}: {rate:g} of {micro.mask_size} elements left out, "
+            f"give or take {room:.0f}",
+            found=f"{micro.masked} left out",
+            cause="the model was in evaluation mode while training, or the rate is another",
+            action="Call train() before the update; pass the declared rate.",
+        )
 
     def idle_because(self, end: End) -> str | None:
         return "no update recomputed a forward with dropout" if self._updates else None

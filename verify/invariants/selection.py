@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 
 from shiftbook.ledger.events.training import BatchConsumed, SamplesDropped, SamplesGenerated
-from shiftbook.verify.invariants.base import End, Invariant, Step
+from shiftbook.verify.invariants.base import Invariant, Step
 from shiftbook.verify.lineage import WINDOW
 
 LIKELIHOOD = 1e-6
@@ -19,12 +19,16 @@ LEAST_DROPS = 8
 LENGTH_RULES = ("length", "overlong", "too-long", "truncated", "timeout")
 """Names of drop rules that say themselves that they select by length."""
 
+REWARD_RULES = ("zero-variance", "zero-advantage", "reward", "dynamic-sampling")
+"""Names of drop rules that select by reward, which may well go with length: declared as that."""
+
 
 class SelectionAudit(Invariant):
     """I27: drops do not fall on long samples (or short ones) more than chance explains.
 
     Offered samples are split at their median length; the share dropped is compared by Fisher's
-    exact test, one-sided, at each end. A drop rule whose name says length is declared selection.
+    exact test, one-sided, at each end. A drop rule whose name says length, or reward, is declared
+    selection.
     """
 
     id = "I27"
@@ -36,7 +40,6 @@ class SelectionAudit(Invariant):
         self._trained: list[int] = []
         self._dropped: list[int] = []
         self._told = False
-        self._last = -1
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -45,10 +48,9 @@ class SelectionAudit(Invariant):
             while len(self._tokens) > 64 * WINDOW:
                 self._tokens.popitem(last=False)
         elif isinstance(event, SamplesDropped):
-            if event.reason.partition(":")[0] not in LENGTH_RULES:
+            if event.reason.partition(":")[0] not in LENGTH_RULES + REWARD_RULES:
                 lengths = [self._tokens[u] for u in event.uids if u in self._tokens]
                 self._dropped = [*self._dropped, *lengths][-WINDOW:]
-                self._last = step.at
                 self._judge(step.at)
         elif isinstance(event, BatchConsumed) and step.rows is not None and len(step.rows):
             lengths = [self._tokens[u] for u in step.rows["uid"] if u in self._tokens]
@@ -67,21 +69,16 @@ class SelectionAudit(Invariant):
             chance = fisher(
                 dropped, len(self._dropped) - dropped, trained, len(self._trained) - trained
             )
-            self._told = (
-                not self.expect(
-                    chance >= LIKELIHOOD,
-                    at,
-                    expected=f"{name} samples dropped as often as others (chance {LIKELIHOOD:g})",
-                    found=f"{dropped} of {len(self._dropped)} drops and {trained} of "
-                    f"{len(self._trained)} trained are {name} ({middle} tokens), chance {chance:.2g}",
-                    cause="a time limit, an abort or a filter selects by length",
-                    action="Requeue what was aborted, or declare a drop rule that says length.",
-                )
-                or self._told
+            fair = self.expect(
+                chance >= LIKELIHOOD,
+                at,
+                expected=f"{name} samples dropped as often as others (chance {LIKELIHOOD:g})",
+                found=f"{dropped} of {len(self._dropped)} drops and {trained} of "
+                f"{len(self._trained)} trained are {name}, chance {chance:.2g}",
+                cause="a time limit, an abort or a filter selects by length",
+                action="Requeue what was aborted, or declare a drop rule that says length.",
             )
-
-    def idle_because(self, end: End) -> str | None:
-        return None
+            self._told = self._told or not fair
 
 
 def _above(lengths: list[int], middle: int) -> int:
