@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,9 @@ from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.ledger.events.training import Residual
 
 EPSILON_32 = 2.0**-23
+NORM_TOLERANCE = 1e-5
+"""Relative; a norm summed in float32, and the 1e-6 that torch adds to it before it divides."""
+
 ROUNDINGS = 64
 """Roundings of float32 that a chain of additions, a clip and a step may add up to."""
 
@@ -48,6 +52,7 @@ class StepProbe:
         self._ema: tuple[Mapping[str, Any], float, dict[str, NDArray[np.float64]]] | None = None
         self._reduced: dict[str, NDArray[np.float64]] = {}
         self._norm: float | None = None
+        self._clipped = 0.0
         self._contributions = 0
 
     def begin(
@@ -85,6 +90,7 @@ class StepProbe:
         """The gradient that the optimizer is given, clipped, and its norm before the clip."""
         self._reduced = {name: self._at(name, tensor) for name, tensor in gradient.items()}
         self._norm = norm
+        self._clipped = math.sqrt(sum(_squares(tensor) for tensor in gradient.values()))
 
     def residuals(self, learning_rate: float, step: int) -> dict[str, Residual]:
         """Compare what came out with what the declared rule gives, element by element."""
@@ -96,6 +102,12 @@ class StepProbe:
         found: dict[str, Residual] = {}
         if self._contributions:
             found["gradient"] = self._gradient()
+        expected = self._norm if self.clip_norm is None else min(self._norm, self.clip_norm)
+        found["norm"] = Residual(
+            largest=abs(self._clipped - expected),
+            allowed=NORM_TOLERANCE * (self._clipped + expected) + 1e-12,
+            compared=1,
+        )
         found.update(self._step(learning_rate, step))
         if self._ema is not None:
             found["ema"] = self._average()
@@ -171,6 +183,13 @@ class StepProbe:
         if hasattr(flat, "double"):
             flat = flat.double().cpu().numpy()
         return np.array(flat, dtype=np.float64)
+
+
+def _squares(tensor: Any) -> float:
+    """Sum of squares of a whole tensor, in float64."""
+    if hasattr(tensor, "double"):
+        return float(tensor.detach().double().square().sum())
+    return float(np.square(np.asarray(tensor, dtype=np.float64)).sum())
 
 
 def _worse(

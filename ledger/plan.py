@@ -57,6 +57,9 @@ class UpdatePlan(_Part):
     clip_norm: float | None = None
     loss_terms: dict[str, float] = Field(default_factory=dict)
     divisor: Literal["tokens", "samples"] = "tokens"
+    dealing: Literal["blocks", "any"] = Field(
+        default="any", description="groups to virtual ranks: in aligned blocks by draw, or freely"
+    )
     epochs_per_batch: int = Field(default=1, ge=1)
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")
     clip_range: float | None = Field(default=None, description="of the importance ratio")

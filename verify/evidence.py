@@ -44,6 +44,7 @@ COLUMNS: Mapping[str, Mapping[str, type]] = {
     "SamplesGenerated": GENERATED,
     "SamplesRewarded": REWARDED,
     "BatchConsumed": CONSUMED,
+    "DataBuilt": {"index": int, "digest": str},
 }
 
 OPTIONAL: Mapping[str, Mapping[str, type]] = {
@@ -54,7 +55,6 @@ OPTIONAL: Mapping[str, Mapping[str, type]] = {
         "cache_version_min": int,
     },
     "BatchConsumed": {"mask_digest": str, "logp_digest": str},
-    "DataBuilt": {"index": int, "digest": str},
 }
 """Columns that a writer may leave out; an invariant that needs one says so."""
 

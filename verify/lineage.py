@@ -201,7 +201,7 @@ class Track:
             event.optimizer_after,
             event.optimizer_step,
             event.ema_after,
-            None if known is None else known + (0 if event.skipped else 1),
+            event.scheduler_step if known is None else known + (0 if event.skipped else 1),
             controllers,
         )
 
@@ -244,10 +244,10 @@ class Track:
         self.mark = mark
         self.chain = _chain_of(mark, base)
         if event.kind != "resume":
-            # A warm start begins counters, schedule and controllers anew with what it kept.
+            # A warm start goes on with what it kept; its first update says where counters begin.
             known = mark.chain.controllers if mark.chain is not None else {}
             kept = dict(known) if "controllers" in event.parts else {}
-            self.chain = _with_parts(replace(base, updates=0, controllers=kept), event.parts)
+            self.chain = _with_parts(replace(base, controllers=kept), event.parts)
         self.pending = Consumed()
         # Updates after the bundle are undone, so what they consumed is owed again; what was drawn
         # stays drawn, and drawing it again is as good.

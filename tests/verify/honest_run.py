@@ -579,6 +579,7 @@ class Maker:
         count = len(samples["uid"])
         self.version += 1
         self.cursor += PROMPTS
+        self.random(iteration, "after")
         self.run.add(
             training.UpdateApplied(
                 attempt=self.attempt,
@@ -650,7 +651,6 @@ class Maker:
                 moved_frozen=(),
             )
         )
-        self.random(iteration, "after")
 
     def complete(self, iteration: int) -> None:
         """IterationCompleted."""

@@ -101,6 +101,7 @@ def plan_of(shape: Shape) -> Plan:
             truncation=TRUNCATION,
             ema_decay=EMA_DECAY,
             dropout=DROPOUT,
+            dealing="blocks",
             controllers={
                 "kl_coefficient": {
                     "rule": "adaptive-kl",
@@ -461,7 +462,7 @@ class Job:
         """Replay behaviour, trainer's and reference's log-probabilities in the other code."""
         reference = logical(self.trainer.reference, tied=True)
         for virtual_rank, micro in batches.items():
-            for batch in micro[:1]:
+            for batch in micro:
                 for what, source, weights in (
                     ("behaviour", batch.engine, self.history.get(batch.versions[0])),
                     ("proximal", batch.old, self.history.get(batch.scored_at)),

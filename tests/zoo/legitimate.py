@@ -127,7 +127,7 @@ def _routed_otherwise(p: Patcher) -> None:
     p.wrap(Job, "route", lambda original, self, n: original(self, n * 7 + 1))
 
 
-@variant("groups are dealt out in another order, for balance")
+@variant("groups are dealt out in another order, for balance", plan={"update": {"dealing": "any"}})
 def _balanced(p: Patcher) -> None:
     def deal(original: Any, self: Job, number: int, groups: int) -> int:
         return original(self, groups - 1 - number, groups)
@@ -135,7 +135,7 @@ def _balanced(p: Patcher) -> None:
     p.wrap(Job, "deal", deal)
 
 
-@variant("samples are answered in another order")
+@variant("samples are answered in another order", plan={"update": {"dealing": "any"}})
 def _answered_in_any_order(p: Patcher) -> None:
     def roll_out(original: Any, self: Job, iteration: int, prompts: Any) -> Any:
         return original(self, iteration, list(reversed(prompts)))

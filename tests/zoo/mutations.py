@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -150,16 +152,42 @@ def draw(number: int) -> Mutation:
     chance = random.Random(f"mutation {number}")
     places = [(owner, name) for owner, (_, names) in FUNCTIONS.items() for name in names]
     owner, name = chance.choice(places)
-    once_in_a_life = owner == "storage" or name in ("resize", "copy_of", "new_stream", "load")
+    once_in_a_life = owner == "storage" or name in ("resize", "copy_of", "new_stream")
     return Mutation(
         number=number,
         owner=owner,
         name=name,
-        operator=chance.choice(OPERATORS),
+        operator=chance.choice(applicable(owner, name)),
         iteration=0 if once_in_a_life else chance.randrange(0, 6),
-        call=chance.randrange(0, 3),
+        call=0 if once_in_a_life or name in ONCE else chance.randrange(0, 3),
         lasting=chance.random() < 0.5,
     )
+
+
+ONCE = (
+    "draw", "fill", "take", "state", "all_reduce", "scatter", "norm", "learning_rate",
+    "move_controllers", "generate", "filter", "divisor", "prepare", "sync_weights", "score_all",
+)  # fmt: skip
+"""Functions that are called once in an iteration (an engine's ``generate``, more often)."""
+
+RANKED = ("rank", "virtual_rank", "engine", "number", "ranks")
+"""Parameters that say which rank or engine is meant."""
+
+
+@cache
+def applicable(owner: str, name: str) -> tuple[str, ...]:
+    """Operators that can change anything about a function, by its signature."""
+    signature = inspect.signature(getattr(FUNCTIONS[owner][0], name))
+    taken = {n: str(p.annotation) for n, p in signature.parameters.items() if n != "self"}
+    gives = str(signature.return_annotation) != "None"
+    out = ["skip", "repeat", "dropped call"]
+    if gives:
+        out += ["reorder", "stale value", "off by one", "wrong dtype"]
+    if len(set(taken.values())) < len(taken):
+        out.append("swapped arguments")
+    if any(n in RANKED for n in taken):
+        out.append("wrong rank")
+    return tuple(out)
 
 
 class _Mutant:

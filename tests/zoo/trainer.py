@@ -101,6 +101,7 @@ class Trainer:
         self.reference = {n: t.bfloat16() for n, t in parameters.items()}
         self.buffer = positions()
         self.streams = {v: self.new_stream(v) for v in range(VIRTUAL_RANKS)}
+        self.shadows: dict[int, torch.Generator] = {}
         self.kl_coefficient = KL_FIRST
         self.rewards_seen = 0
         self.scheduled = 0
@@ -189,8 +190,15 @@ class Trainer:
             scale=rank.scale,
         )
         self.backward(loss * rank.scale)
+        seen = {
+            n: torch.zeros(t.shape) if t.grad is None else t.grad.float() / rank.scale
+            for n, t in rank.model.items()
+        }
         own = self.take_gradients(rank)
         self.add(rank, virtual_rank, own)
+        again = torch.rand(first_mask.shape, generator=self.shadows[virtual_rank])
+        gap = (first_mask - torch.where(again < DROPOUT, 0.0, 1 / (1 - DROPOUT))).abs().max()
+        record.recomputed("dropout mask", float(gap), allowed=1e-6, compared=first_mask.numel())
         record.micro_batch(
             rank=rank.number,
             virtual_rank=virtual_rank,
@@ -198,7 +206,7 @@ class Trainer:
             samples=len(batch.uids),
             tokens=int(batch.trained.sum()),
             divisor=divisor,
-            gradient=own,
+            gradient=seen,
             first_mask=first_mask,
             recomputed_mask=again_mask,
         )
@@ -297,6 +305,10 @@ class Trainer:
         """One whole update over all virtual ranks."""
         lead = self.ranks[0]
         probe.begin(lead.masters, lead.first, lead.second, ema=lead.ema, ema_decay=EMA_DECAY)
+        # The probe draws the masks again, from the states that stand before the update.
+        self.shadows = {
+            v: torch.Generator().set_state(stream.get_state()) for v, stream in self.streams.items()
+        }
         loss = 0.0
         for rank in self.ranks:
             self.clear(rank)

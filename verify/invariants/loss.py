@@ -244,6 +244,8 @@ _CAUSES = {
     "loss": "terms, signs, masks or divisor of the loss are not the declared ones",
     "loss gradient": "a detached or scaled term, a mask, or a backward that was left out",
     "gradient": "micro batches left out or left over, a rank not reduced, a clip twice or never",
+    "norm": "a norm of other gradients, stale or of one rank, or a clip by another bound",
+    "dropout mask": "another stream, another rate, or draws in between",
     "step": "another rate, decay or rule than declared, or a step on other tensors",
     "moments": "moments of another parameter or moment, or updated twice",
     "ema": "another decay, updated twice or not at all",

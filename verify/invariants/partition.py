@@ -41,6 +41,23 @@ class Partition(Invariant):
             action="Deal out whole groups in the declared order.",
         )
 
+        if step.plan is not None and step.plan.update.dealing == "blocks":
+            self._blocks(step, owner, step.plan.update.virtual_ranks)
+
+    def _blocks(self, step: Step, owner: dict[str, int], ranks: int) -> None:
+        groups = sorted(owner, key=lambda name: (len(name), name))
+        expected = {name: n * ranks // len(groups) for n, name in enumerate(groups)}
+        wrong = [name for name in groups if owner[name] != expected[name]]
+        first = wrong[0] if wrong else ""
+        self.expect(
+            not wrong,
+            step.at,
+            expected=f"group {first} on virtual rank {expected.get(first)}, in aligned blocks",
+            found=f"on {owner.get(first)} ({len(wrong)} groups elsewhere)",
+            cause="groups were dealt out by another rule than declared, or by who was free",
+            action="Deal out in blocks by draw ordinal, or declare dealing any.",
+        )
+
     def _updated(self, step: Step, event: UpdateApplied) -> None:
         pending = step.track.pending
         ranks = [entry.virtual_rank for entry in event.virtual_ranks]

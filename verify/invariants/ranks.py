@@ -20,7 +20,7 @@ class RanksEqual(Invariant):
         event = step.event
         if not isinstance(event, UpdateApplied):
             return
-        if event.ranks is None:
+        if not event.ranks:
             self.missing("updates carry no state by rank")
             return
         lead = event.ranks[0]

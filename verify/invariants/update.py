@@ -104,6 +104,9 @@ class LearningRate(Invariant):
             return
         chain = step.track.chain
         applied = chain.updates if chain is not None else None
+        if applied is None and event.scheduler_step is not None:
+            # The first update after a warm start says where the schedule begins.
+            applied = max(0, event.scheduler_step - (0 if event.skipped else 1))
         if event.scheduler_step is not None and applied is not None:
             counted = applied + (0 if event.skipped else 1)
             self.expect(
