@@ -223,7 +223,7 @@ def test_digests_tell_values_apart() -> None:
         (0.1, 0.01, 1.0, set()),
         (0.11, 0.01, 1.0, {"step"}),
         (0.1, 0.02, 1.0, {"step"}),
-        (0.1, 0.01, 0.5, {"gradient"}),
+        (0.1, 0.01, 0.5, {"gradient", "norm"}),
     ],
 )
 def test_the_step_probe_agrees_with_adamw(

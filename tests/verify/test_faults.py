@@ -31,8 +31,10 @@ from tests.verify.honest_run import (
     advantages,
     h128,
     h256,
+    index_of,
     parts,
     policy,
+    prompt,
 )
 
 
@@ -866,6 +868,8 @@ def _slow_samples_are_dropped(run: Run) -> int:
     for name, values in columns.items():
         values.extend([*missing] if name == "uid" else [values[-1]] * len(missing))
     columns["stream"][-len(missing) :] = [h128("stream", uid) for uid in missing]
+    fed = [prompt(index_of(int(uid[:6]))) for uid in missing]
+    columns["prompt_digest"][-len(missing) :] = fed
     return change(run, "SamplesDropped", uids=uids)
 
 

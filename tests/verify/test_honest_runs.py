@@ -299,6 +299,11 @@ def test_a_skipped_update_changes_nothing_and_is_legal(judge: Judge) -> None:
             masters_after=before["masters"],
             optimizer_after=before["optimizer"],
             optimizer_step=1,
+            optimizer_step_least=1,
+            optimizer_step_most=1,
+            scheduler_step=1,
+            cast_after=before["model"],
+            controllers=None,
         )
 
     run = one_attempt(make_plan(), body)

@@ -61,10 +61,10 @@ class SelectionAudit(Invariant):
         if len(self._dropped) < LEAST_DROPS or not self._trained or self._told:
             return
         every = sorted([*self._dropped, *self._trained])
-        middle = every[len(every) // 2]
+        low, high = every[(len(every) - 1) // 2], every[len(every) // 2]
         for name, dropped, trained in (
-            ("long", _above(self._dropped, middle), _above(self._trained, middle)),
-            ("short", _below(self._dropped, middle), _below(self._trained, middle)),
+            ("long", _above(self._dropped, low), _above(self._trained, low)),
+            ("short", _below(self._dropped, high), _below(self._trained, high)),
         ):
             chance = fisher(
                 dropped, len(self._dropped) - dropped, trained, len(self._trained) - trained
