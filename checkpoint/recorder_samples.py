@@ -73,16 +73,49 @@ def group_of(uid: str) -> str:
     return uid.partition("/")[0]
 
 
-def _kept(values: Any, mask: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Which tokens of a sample count, read once for all samples that share the object."""
+
+    on: Any
+    digest: str
+    count: int
+    every: bool
+
+    def kept(self, values: Any) -> Any:
+        """The values of tokens that count."""
+        import numpy as np
+
+        return values if self.every else np.asarray(values)[self.on]
+
+
+def _masks(masks: Sequence[Any]) -> list[_Mask | None]:
+    """Masks of samples in order; None where there is none."""
     import numpy as np
 
-    return values if mask is None else np.asarray(values)[np.asarray(mask).astype(bool)]
+    known: dict[int, _Mask] = {}
+    out: list[_Mask | None] = []
+    for mask in masks:
+        if mask is None:
+            out.append(None)
+            continue
+        found = known.get(id(mask))
+        if found is None:
+            on = np.asarray(mask).astype(bool, copy=False)
+            count = int(np.count_nonzero(on))
+            found = _Mask(on, mask_digest(on), count, count == on.size)
+            known[id(mask)] = found
+        out.append(found)
+    return out
+
+
+def _logp_digest(values: Any, mask: _Mask | None) -> str:
+    return digest(floats_bytes(values if mask is None else mask.kept(values)))
 
 
 def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
-    import numpy as np
-
+    masks = _masks([s.sampled for s in samples])
     versions = [(s.version, s.version) if isinstance(s.version, int) else _span(s) for s in samples]
     columns: Columns = {
         "uid": [s.uid for s in samples],
@@ -90,7 +123,9 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
         "turns": [s.turns for s in samples],
         "tokens": [len(s.tokens) for s in samples],
         "token_digest": [digest(ids_bytes(s.tokens)) for s in samples],
-        "logp_digest": [digest(floats_bytes(_kept(s.logps, s.sampled))) for s in samples],
+        "logp_digest": [
+            _logp_digest(s.logps, mask) for s, mask in zip(samples, masks, strict=True)
+        ],
         "version_min": [low for low, _ in versions],
         "version_max": [high for _, high in versions],
         "replica": [s.replica for s in samples],
@@ -98,20 +133,20 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     }
     _optional(
         columns,
-        mask_digest=[None if s.sampled is None else mask_digest(s.sampled) for s in samples],
+        mask_digest=[None if mask is None else mask.digest for mask in masks],
         prompt_digest=[None if s.prompt is None else digest(ids_bytes(s.prompt)) for s in samples],
         stream=[s.stream for s in samples],
         cache_version_min=[s.cache_version for s in samples],
     )
     sampled = sum(
-        len(s.tokens) if s.sampled is None else int(np.count_nonzero(s.sampled)) for s in samples
+        len(s.tokens) if mask is None else mask.count
+        for s, mask in zip(samples, masks, strict=True)
     )
     return columns, sampled
 
 
-def _span(sample: Generated) -> tuple[int, int]:
-    assert not isinstance(sample.version, int)
-    made = [int(v) for v in _kept(sample.version, sample.sampled)]
+def _span(versions: Sequence[int], mask: _Mask | None) -> tuple[int, int]:
+    made = [int(v) for v in (versions if mask is None else mask.kept(versions))]
     return (min(made), max(made)) if made else (0, 0)
 
 
@@ -166,8 +201,7 @@ def consumed_event(
     attempt: str, iteration: int, samples: Sequence[Consumed], version: int, version_min: int
 ) -> tuple[BatchConsumed, Columns]:
     """BatchConsumed and its rows."""
-    import numpy as np
-
+    masks = _masks([s.trained for s in samples])
     columns: Columns = {
         "uid": [s.uid for s in samples],
         "token_digest": [digest(ids_bytes(s.tokens)) for s in samples],
@@ -176,16 +210,16 @@ def consumed_event(
         "group": [group_of(s.uid) for s in samples],
         "virtual_rank": [s.virtual_rank for s in samples],
         "tokens": [
-            len(s.tokens) if s.trained is None else int(np.count_nonzero(s.trained))
-            for s in samples
+            len(s.tokens) if mask is None else mask.count
+            for s, mask in zip(samples, masks, strict=True)
         ],
     }
     _optional(
         columns,
-        mask_digest=[None if s.trained is None else mask_digest(s.trained) for s in samples],
+        mask_digest=[None if mask is None else mask.digest for mask in masks],
         logp_digest=[
-            None if s.logps is None else digest(floats_bytes(_kept(s.logps, s.trained)))
-            for s in samples
+            None if s.logps is None else _logp_digest(s.logps, mask)
+            for s, mask in zip(samples, masks, strict=True)
         ],
     )
     event = BatchConsumed(

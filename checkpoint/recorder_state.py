@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shiftbook.checkpoint.compare import check_hex, root
@@ -97,7 +98,8 @@ def ids_bytes(tokens: Any) -> bytes:
     """Token ids as little-endian unsigned 32-bit integers, from a list, array or tensor."""
     import numpy as np
 
-    return bytes(np.asarray(tokens).astype("<u4", copy=False).tobytes())
+    array = tokens if type(tokens) is np.ndarray else np.asarray(tokens)
+    return bytes(array.astype("<u4", copy=False).tobytes())
 
 
 def floats_bytes(values: Any) -> bytes:
@@ -107,6 +109,7 @@ def floats_bytes(values: Any) -> bytes:
     return bytes(np.asarray(values).astype("<f4", copy=False).tobytes())
 
 
+@lru_cache(maxsize=4096)  # a sample's bytes come three times in an iteration, masks more often
 def digest(data: bytes) -> str:
     """32 hex digits: SHA-256, halved."""
     return hashlib.sha256(data).hexdigest()[:32]

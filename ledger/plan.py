@@ -26,6 +26,9 @@ class DataPlan(_Part):
     seed: int
     epochs: int = Field(default=1, ge=1)
     rng_keys: tuple[str, ...] = ("job_seed", "uid", "turn", "position")
+    first_streams: dict[str, str] = Field(
+        default_factory=dict, description="digest of each owner's random state at the start"
+    )
     shared_streams: tuple[tuple[str, ...], ...] = Field(
         default=(), description="owners whose random states are equal on purpose, group by group"
     )
@@ -58,7 +61,7 @@ class UpdatePlan(_Part):
     loss_terms: dict[str, float] = Field(default_factory=dict)
     divisor: Literal["tokens", "samples"] = "tokens"
     dealing: Literal["blocks", "any"] = Field(
-        default="any", description="groups to virtual ranks: in aligned blocks by draw, or freely"
+        default="any", description="groups to virtual ranks: blocks in order of uid, or freely"
     )
     epochs_per_batch: int = Field(default=1, ge=1)
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")

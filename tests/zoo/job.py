@@ -24,6 +24,7 @@ from shiftbook.checkpoint.recorder import (
     uid,
 )
 from shiftbook.checkpoint.recorder_loss import PolicyLoss
+from shiftbook.checkpoint.recorder_state import roots, value_digest
 from shiftbook.checkpoint.recorder_step import StepProbe
 from shiftbook.ledger.events.training import Transform
 from shiftbook.ledger.ledger import Ledger
@@ -87,6 +88,12 @@ def plan_of(shape: Shape) -> Plan:
             sampler_rule="hash-sort-v1",
             seed=shape.seed,
             epochs=3,
+            first_streams={
+                f"dropout/{v}": value_digest(
+                    torch.Generator().manual_seed(shape.seed * 1000 + 17 + v).get_state()
+                )
+                for v in range(VIRTUAL_RANKS)
+            },
         ),
         sampling=SamplingPlan(),
         update=UpdatePlan(
@@ -461,6 +468,7 @@ class Job:
     def probe(self, iteration: int, batches: dict[int, list[Batch]]) -> None:
         """Replay behaviour, trainer's and reference's log-probabilities in the other code."""
         reference = logical(self.trainer.reference, tied=True)
+        self.compare_all(iteration, batches)
         for virtual_rank, micro in batches.items():
             for batch in micro:
                 for what, source, weights in (
@@ -480,6 +488,20 @@ class Job:
                         version=batch.versions[0] or 0,
                         other_tokens=others if what == "behaviour" else 0,
                     )
+
+    def compare_all(self, iteration: int, batches: dict[int, list[Batch]]) -> None:
+        """Engine's values against the trainer's of the same version: both are there already."""
+        used, again = [], []
+        for batch in (b for micro in batches.values() for b in micro):
+            for row, version in enumerate(batch.versions):
+                if version == batch.scored_at:
+                    on = batch.trained[row]
+                    used.extend(batch.engine[row][on].tolist())
+                    again.extend(batch.old[row][on].tolist())
+        if used:
+            self.recorder.replayed(
+                iteration, "behaviour", used, again, replica="all", version=self.trainer.version
+            )
 
     def replay(
         self, weights: Mapping[str, torch.Tensor], batch: Batch, source: torch.Tensor
@@ -553,10 +575,13 @@ class Job:
 
     def final(self) -> str:
         """Digest of everything that is left at the end."""
-        from shiftbook.checkpoint.recorder_state import roots
-
+        drawn = [self.loader.sampler.state().ordinal, *(d.ordinal for d in self.loader.buffer)]
+        states = [state.tolist() for state in self.trainer.random_states().values()]
         return digest_of(
-            sorted(roots(self.saved_state()).items()), [e.version for e in self.engines]
+            sorted(roots(self.trainer.state()).items()),
+            drawn,
+            states,
+            [e.version for e in self.engines],
         )
 
 

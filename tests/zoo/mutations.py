@@ -160,7 +160,7 @@ def draw(number: int) -> Mutation:
         operator=chance.choice(applicable(owner, name)),
         iteration=0 if once_in_a_life else chance.randrange(0, 6),
         call=0 if once_in_a_life or name in ONCE else chance.randrange(0, 3),
-        lasting=chance.random() < 0.5,
+        lasting=chance.random() < 0.6,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shiftbook.ledger.events.training import BatchConsumed, UpdateApplied
 from shiftbook.verify.invariants.base import Invariant, Step, listed
 
@@ -45,6 +47,17 @@ class Partition(Invariant):
             self._blocks(step, owner, step.plan.update.virtual_ranks)
 
     def _blocks(self, step: Step, owner: dict[str, int], ranks: int) -> None:
+        assert step.rows is not None
+        uids = step.rows["uid"]
+        late = next((b for a, b in pairwise(uids) if b < a), None)
+        self.expect(
+            late is None,
+            step.at,
+            expected="rows in order of uid, as the plan's blocks say",
+            found=f"{late} after a later one",
+            cause="samples stand in the order in which they were answered or filtered",
+            action="Sort by uid before the batch is made, or declare dealing any.",
+        )
         groups = sorted(owner, key=lambda name: (len(name), name))
         expected = {name: n * ranks // len(groups) for n, name in enumerate(groups)}
         wrong = [name for name in groups if owner[name] != expected[name]]

@@ -79,7 +79,8 @@ class DistinctStreams(Invariant):
 class RandomLineage(Invariant):
     """I9b: a stream's state before a unit of work is the one that the last unit left.
 
-    After a restore it is the bundle's; an owner that is new (after a resize) begins anew.
+    After a restore it is the bundle's; an owner that is new (after a resize) begins anew. A life
+    without a bundle begins with the states that the plan declares, where it declares them.
     """
 
     id = "I9b"
@@ -96,6 +97,9 @@ class RandomLineage(Invariant):
             # The streams of a life begin as its bundle holds them, or as those of the first life.
             mark = step.track.marks.get(event.bundle) if event.bundle else None
             self._known = {} if mark is not None else dict(self._first)
+            if event.bundle is None and step.plan is not None:
+                declared = step.plan.data.first_streams
+                self._known |= {owner: (state, step.at) for owner, state in declared.items()}
             if mark is not None:
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, CheckpointRestored):
