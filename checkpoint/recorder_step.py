@@ -102,15 +102,17 @@ class StepProbe:
         found: dict[str, Residual] = {}
         if self._contributions:
             found["gradient"] = self._gradient()
+        # Numbers that are no numbers are what a fault looks like; they end as a residual of NaN.
+        with np.errstate(all="ignore"):
+            found.update(self._step(learning_rate, step))
+            if self._ema is not None:
+                found["ema"] = self._average()
         expected = self._norm if self.clip_norm is None else min(self._norm, self.clip_norm)
         found["norm"] = Residual(
             largest=abs(self._clipped - expected),
             allowed=NORM_TOLERANCE * (self._clipped + expected) + 1e-12,
             compared=1,
         )
-        found.update(self._step(learning_rate, step))
-        if self._ema is not None:
-            found["ema"] = self._average()
         return found
 
     def _gradient(self) -> Residual:
@@ -132,6 +134,9 @@ class StepProbe:
         assert self._live is not None
         rule, (masters, first, second) = self.rule, self._live
         results: dict[str, Residual] = {}
+        if step < 1:
+            none = Residual(largest=math.nan, allowed=0.0, compared=0)
+            return {"step": none, "moments": none}
         worst = {"step": (0.0, 0.0), "moments": (0.0, 0.0)}
         compared = 0
         for name, before in self._before.items():

@@ -23,7 +23,7 @@ from tests.zoo.run import Result, run
 from tests.zoo.table import Row, lines
 
 SEEDS = (0, 1, 2, 3, 4)
-MUTATIONS = 400
+MUTATIONS = 520
 """Drawn in the quick form; some leave the final state as it is and do not count."""
 HONEST = tuple(range(10))
 """Seeds whose rewards give the range that a person would expect."""
