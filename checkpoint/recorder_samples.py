@@ -116,7 +116,10 @@ def _logp_digest(values: Any, mask: _Mask | None) -> str:
 def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
     masks = _masks([s.sampled for s in samples])
-    versions = [(s.version, s.version) if isinstance(s.version, int) else _span(s) for s in samples]
+    versions = [
+        (s.version, s.version) if isinstance(s.version, int) else _span(s.version, mask)
+        for s, mask in zip(samples, masks, strict=True)
+    ]
     columns: Columns = {
         "uid": [s.uid for s in samples],
         "group": [group_of(s.uid) for s in samples],

@@ -16,6 +16,7 @@ import torch
 from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder import (
     Consumed,
+    Generated,
     Recorder,
     data_digests,
     dataset_digest,
@@ -24,6 +25,7 @@ from shiftbook.checkpoint.recorder import (
     uid,
 )
 from shiftbook.checkpoint.recorder_loss import PolicyLoss
+from shiftbook.checkpoint.recorder_samples import generated_rows
 from shiftbook.checkpoint.recorder_state import part_root, value_digest
 from shiftbook.checkpoint.recorder_step import Adam, StepProbe
 from shiftbook.ledger.errors import LedgerUnreachable
@@ -148,6 +150,19 @@ def test_an_outage_spools_and_the_order_holds(
     assert types.count("LedgerUnreachable") == types.count("LedgerRestored") == 1
     assert types.count("UpdateApplied") == 4
     assert not list(tmp_path.glob("*.spool"))
+
+
+def test_versions_are_those_of_sampled_tokens_alone() -> None:
+    sampled = [False, True, True, False]
+    rows, count = generated_rows(
+        [
+            Generated("000000/0", [1, 2, 3, 4], [0.0] * 4, [0, 6, 7, 9], "e", "e#1", sampled),
+            Generated("000000/1", [1, 2], [0.0] * 2, 5, "e", "e#1"),
+        ]
+    )
+    assert (rows["version_min"], rows["version_max"]) == ([6, 5], [7, 5])
+    assert count == 4
+    assert "mask_digest" not in rows  # one sample says none, so the column is left out
 
 
 @pytest.fixture
