@@ -29,6 +29,7 @@ from shiftbook.checkpoint.recorder_samples import (
     Consumed,
     Generated,
     consumed_event,
+    drawn_otherwise,
     generated_event,
     rewarded_event,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "State",
     "data_digests",
     "dataset_digest",
+    "drawn_otherwise",
     "optimizer_part",
     "uid",
 ]
@@ -559,7 +561,8 @@ class Recorder:
     ) -> None:
         """Log-probabilities as used, and as other code gives them under the stamped version.
 
-        ``other_tokens`` counts tokens that the declared randomness would have drawn otherwise.
+        ``other_tokens`` counts tokens that the declared randomness would have drawn otherwise:
+        ``drawn_otherwise`` says it for one token.
         """
         import numpy as np
 

@@ -113,6 +113,21 @@ def _logp_digest(values: Any, mask: _Mask | None) -> str:
     return digest(floats_bytes(values if mask is None else mask.kept(values)))
 
 
+def drawn_otherwise(logps: Any, token: int, uniform: float, margin: float = 1e-5) -> bool:
+    """True where inverse-transform sampling with ``uniform`` in [0, 1) gives another token.
+
+    ``logps`` are log-probabilities over the vocabulary. A draw within ``margin`` of the token's
+    own interval is no other: both sides round its edges. Give several times the gap of the
+    log-probabilities where the two stacks differ by more than float32 does.
+    """
+    import numpy as np
+
+    edges = np.cumsum(np.exp(np.asarray(logps, dtype=np.float64)))
+    below = edges[token - 1] if token else 0.0
+    place = uniform * edges[-1]
+    return bool(place < below - margin or place > edges[token] + margin)
+
+
 def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
     masks = _masks([s.sampled for s in samples])

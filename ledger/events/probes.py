@@ -58,5 +58,6 @@ class LogProbsReplayed(Event):
     """Mean |log-probability as used - as replayed|."""
     largest_gap: float
     other_tokens: Count = 0
-    """Tokens that the declared randomness and transform would have drawn otherwise."""
+    """Tokens that the declared randomness and transform would have drawn otherwise, those left out
+    whose draw lies so near an edge of the distribution that rounding decides."""
     calibrating: bool = False

@@ -745,7 +745,7 @@ def _log_probabilities_do_not_replay(run: Run) -> int:
     return change(run, "LogProbsReplayed", 1, mean_gap=0.01, largest_gap=0.03)
 
 
-@case("I16", "as the declared randomness and transform draw them", "3 of 7")
+@case("I16", "drawn as the declared randomness and transform say", "3 drawn otherwise")
 def _tokens_drawn_otherwise(run: Run) -> int:
     return change(run, "LogProbsReplayed", 0, other_tokens=3)
 

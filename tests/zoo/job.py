@@ -21,6 +21,7 @@ from shiftbook.checkpoint.recorder import (
     Recorder,
     data_digests,
     dataset_digest,
+    drawn_otherwise,
     uid,
 )
 from shiftbook.checkpoint.recorder_loss import PolicyLoss
@@ -53,6 +54,8 @@ from tests.zoo.trainer import (
 
 JOB = "zoo"
 FLOOR = 1e-4
+PROBED = (0, 2)
+"""Members of each group whose draws are replayed; of reference and trainer the first alone."""
 SCORER = "match"
 
 
@@ -478,7 +481,8 @@ class Job:
                 ):
                     if weights is None:
                         continue  # of several versions, or of one that is no longer kept
-                    used, again, others = self.replay(weights, batch, source)
+                    rows = PROBED if what == "behaviour" else PROBED[:1]
+                    used, again, others = self.replay(weights, batch, source, rows)
                     self.recorder.replayed(
                         iteration,
                         what,  # type: ignore[arg-type]
@@ -504,24 +508,30 @@ class Job:
             )
 
     def replay(
-        self, weights: Mapping[str, torch.Tensor], batch: Batch, source: torch.Tensor
+        self,
+        weights: Mapping[str, torch.Tensor],
+        batch: Batch,
+        source: torch.Tensor,
+        rows: tuple[int, ...],
     ) -> tuple[list[float], list[float], int]:
-        """Log-probabilities of the first sample as used and again, and tokens drawn otherwise."""
+        """Log-probabilities of samples as used and again, and tokens drawn otherwise."""
         checker = Engine("probe", "probe", self.shape.seed)
         checker.load(weights, 0)
         w = checker.weights()
         used, again, others = [], [], 0
-        h = np.zeros(w["embed"].shape[1], dtype=np.float32)
-        row = [int(t) for t in batch.tokens[0, : batch.lengths[0]]]
-        for place in range(len(row) - 1):
-            h, logp = checker.step(w, h, row[place], place)
-            if not bool(batch.trained[0, place + 1]):
-                continue
-            used.append(float(source[0, place + 1]))
-            again.append(float(logp[row[place + 1]]))
-            edges = np.cumsum(np.exp(logp.astype(np.float64)))
-            u = keyed_uniform(self.shape.seed, batch.uids[0], place + 1) * edges[-1]
-            others += int(np.searchsorted(edges, u, side="right")) != row[place + 1]
+        alike = [n for n in rows if n < len(batch.uids) and batch.versions[n] == batch.versions[0]]
+        for n in alike:
+            h = np.zeros(w["embed"].shape[1], dtype=np.float32)
+            row = [int(t) for t in batch.tokens[n, : batch.lengths[n]]]
+            for place in range(len(row) - 1):
+                h, logp = checker.step(w, h, row[place], place)
+                if not bool(batch.trained[n, place + 1]):
+                    continue
+                used.append(float(source[n, place + 1]))
+                again.append(float(logp[row[place + 1]]))
+                u = keyed_uniform(self.shape.seed, batch.uids[n], place + 1)
+                margin = 1e-5 + 8 * abs(used[-1] - again[-1])
+                others += drawn_otherwise(logp, row[place + 1], u, margin)
         return used, again, others
 
     # -- sync, save ------------------------------------------------------------------------
