@@ -18,7 +18,8 @@ ShiftbookError
     │   ├── PartMismatch
     │   └── BundleWriteFailed
     ├── SamplerStateError
-    └── LiveSnapshotDamaged
+    ├── LiveSnapshotDamaged
+    └── RecorderMisuse
 """
 
 from __future__ import annotations
@@ -109,3 +110,7 @@ class LiveSnapshotDamaged(CheckpointError):
     def __init__(self, message: str, *, tensor: str) -> None:
         super().__init__(message)
         self.tensor = tensor
+
+
+class RecorderMisuse(CheckpointError):
+    """The recorder was called out of order or with something that it cannot record."""

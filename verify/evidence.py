@@ -44,7 +44,19 @@ COLUMNS: Mapping[str, Mapping[str, type]] = {
     "SamplesGenerated": GENERATED,
     "SamplesRewarded": REWARDED,
     "BatchConsumed": CONSUMED,
+    "DataBuilt": {"index": int, "digest": str},
 }
+
+OPTIONAL: Mapping[str, Mapping[str, type]] = {
+    "SamplesGenerated": {
+        "mask_digest": str,
+        "prompt_digest": str,
+        "stream": str,
+        "cache_version_min": int,
+    },
+    "BatchConsumed": {"mask_digest": str, "logp_digest": str},
+}
+"""Columns that a writer may leave out; an invariant that needs one says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,10 @@ class Rows:
 
     def __getitem__(self, column: str) -> list[Any]:
         return self.columns[column]
+
+    def get(self, column: str) -> list[Any] | None:
+        """Values of an optional column; None where the writer left it out."""
+        return self.columns.get(column)
 
 
 RowSource = Callable[[str, Segment], Rows]
@@ -88,6 +104,12 @@ def check_rows(type_: str, columns: Mapping[str, list[Any]]) -> Rows:
         if isinstance(values, str):
             return Rows({}, values)
         typed[name] = values
+    for name, wanted in OPTIONAL.get(type_, {}).items():
+        if name in columns:
+            values = _typed(name, columns[name], wanted)
+            if isinstance(values, str):
+                return Rows({}, values)
+            typed[name] = values
     return Rows(typed)
 
 
