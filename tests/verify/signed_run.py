@@ -18,8 +18,6 @@ from tests.verify.honest_run import Entry, Run, honest_run
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 THIEF = Ed25519Signer("example.com/runs", bytes(32))
-SIZES = (60, 120, 180, 260, 302)
-"""Events under each head; the last one covers all."""
 
 
 def long_run() -> Run:
@@ -39,6 +37,11 @@ def long_run() -> Run:
     at = run.at("JobClosed")
     run.entries[at:at] = [Entry(window) for _ in range(200)]
     return run
+
+
+EVENTS = len(long_run().entries)
+SIZES = (60, 120, 180, 260, EVENTS)
+"""Events under each head; the last one covers all."""
 
 
 @dataclass(frozen=True)

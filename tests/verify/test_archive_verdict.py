@@ -29,6 +29,9 @@ from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.verdict import Verdict, follow, verify
 from tests.verify.honest_run import Run, honest_run
 
+LAST = len(honest_run().entries) - 1
+"""Last position of the run that is archived."""
+
 
 @pytest.fixture(scope="module")
 def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -97,7 +100,7 @@ def test_a_prefix_is_judged_and_a_later_range_is_not(ledger: Path) -> None:
 
 def test_the_stored_bytes_alone(ledger: Path, archive: Path) -> None:
     of_ledger = verify(f"sqlite:///{ledger}", integrity_only=True)
-    assert (of_ledger.exit_code, of_ledger.judged_until) == (0, 101)
+    assert (of_ledger.exit_code, of_ledger.judged_until) == (0, LAST)
     assert same_but_for_the_name(of_ledger, verify(str(archive), integrity_only=True))
 
 
@@ -153,9 +156,9 @@ def test_cut_anywhere_it_is_torn(archive: Path, tmp_path: Path) -> None:
         outcomes.append(outcome(cut))
     assert {code for code, _ in outcomes} == {1, 2}
     assert sorted(until for _, until in outcomes) == [until for _, until in outcomes]
-    assert outcomes[-1][1] == 101, "what stands before the tear is judged"
+    assert outcomes[-1][1] == LAST, "what stands before the tear is judged"
     cut.write_bytes(whole + b"\0")
-    assert outcome(cut) == (1, 101)
+    assert outcome(cut) == (1, LAST)
 
 
 @settings(

@@ -32,7 +32,7 @@ from shiftbook.verify import stored
 from shiftbook.verify.heads import Outside
 from shiftbook.verify.verdict import Verdict, follow, verify
 from tests.verify.honest_run import Run
-from tests.verify.signed_run import KEY, SIZES, THIEF, Signed, long_run, write_signed
+from tests.verify.signed_run import EVENTS, KEY, SIZES, THIEF, Signed, long_run, write_signed
 
 TABLES = ("events", "heads", "nodes", "meta")
 
@@ -74,7 +74,7 @@ def told(verdict: Verdict) -> list[tuple[str, int]]:
 def test_an_untouched_ledger_is_clean_and_every_event_protected(copy: Signed) -> None:
     verdict = copy.verify(require_signed=True)
     assert (verdict.exit_code, verdict.findings) == (0, ())
-    assert verdict.protected_until == 301
+    assert verdict.protected_until == EVENTS - 1
     assert verdict.plain()["unprotected"] == 0
     for name in ("integrity", "evidence", "heads", "outside"):
         assert verdict.coverage.row(name).status == "checked", name
@@ -91,7 +91,7 @@ def test_without_heads_or_key_the_verdict_says_what_it_did_not_see(copy: Signed)
     verdict = copy.verify(heads=False)
     assert verdict.coverage.row("outside").status == "not checked"
     assert "no event is protected by what was seen" in verdict.notes[0]
-    assert verdict.plain()["unprotected"] == 302
+    assert verdict.plain()["unprotected"] == EVENTS
     assert copy.verify(heads=False, require_signed=True).exit_code == 2
     verdict = copy.verify(key=False)
     assert verdict.coverage.row("heads").status == "partly"
@@ -139,11 +139,11 @@ def test_the_command_line(copy: Signed) -> None:
 def test_what_was_added_after_the_last_head_is_counted(copy: Signed) -> None:
     Run(long_run().entries[150:157]).write(copy.path)
     verdict = copy.verify()
-    assert verdict.protected_until == 301
-    assert "7 events from position 302 on stand after the last head" in verdict.notes[0]
+    assert verdict.protected_until == EVENTS - 1
+    assert f"7 events from position {EVENTS} on stand after the last head" in verdict.notes[0]
     assert verdict.plain()["unprotected"] == 7
     verdict = copy.verify(require_signed=True)
-    assert "7 events from position 302 on" in verdict.could_not[0]
+    assert f"7 events from position {EVENTS} on" in verdict.could_not[0]
     assert verdict.exit_code in (1, 2)
 
 
@@ -190,8 +190,8 @@ def test_each_column_of_an_event_emptied(copy: Signed, column: str) -> None:
 def test_the_key_of_an_event_emptied(copy: Signed) -> None:
     with Ledger.open(f"sqlite:///{copy.path}", writer="writer-1") as ledger:
         ledger.append("demo", long_run().entries[150].event, key="once")
-    own(copy.path, "update events set key = null where position = 302")
-    assert ("integrity", 302) in told(copy.verify())
+    own(copy.path, f"update events set key = null where position = {EVENTS}")
+    assert ("integrity", EVENTS) in told(copy.verify())
 
 
 EVENT_ROWS: dict[str, tuple[tuple[str, ...], int]] = {
@@ -282,12 +282,12 @@ HEAD_ROWS: dict[str, tuple[tuple[str | tuple[str, tuple[object, ...]], ...], int
          "where size in (60, 120)",), 59, "a head of 60 events"),
     "deleted first": (("delete from heads where size = 60",), 59, "the head of 60 events"),
     "deleted": (("delete from heads where size = 180",), 179, "the head of 180 events"),
-    "deleted last": (("delete from heads where size = 302",), 259, "node"),
+    "deleted last": ((f"delete from heads where size = {EVENTS}",), 259, "node"),
     "truncated": (("delete from heads where size > 60",), 119, "the head of 120 events"),
     "deleted all": (("delete from heads",), 59, "the head of 60 events"),
     "inserted": ((("insert into heads values (100, ?)", (note(100),)),), 99, "a later head"),
     "inserted at the end, of more events": (
-        (("insert into heads values (400, ?)", (note(400),)),), 302, "at least 400 events"),
+        (("insert into heads values (400, ?)", (note(400),)),), EVENTS, "at least 400 events"),
     "inserted by a thief": (
         (("insert into heads values (100, ?)", (note(100, signer=THIEF),)),), 99, "signed by"),
     "inserted nonsense": (("insert into heads values (100, x'00')",), 99, "a signed head"),
@@ -360,7 +360,7 @@ def test_rows_of_meta(copy: Signed, name: str) -> None:
     assert told(verdict)[0] == ("integrity", 0)
     assert "meta" in verdict.findings[0].expected
     # What it says of itself is wrong; its events still fit every head.
-    assert verdict.protected_until == 301
+    assert verdict.protected_until == EVENTS - 1
 
 
 # -- the heads outside -----------------------------------------------------------------------
@@ -385,7 +385,7 @@ OUTSIDE: dict[str, tuple[Callable[[Notes], Notes], int, str]] = {
     "reversed": (lambda n: n[::-1], 259, "heads that grow"),
     "deleted": (lambda n: [n[0], *n[2:]], 119, "the head of 120 events in"),
     "inserted": (lambda n: [n[0], note(100), *n[1:]], 99, "a later head confirms"),
-    "inserted at the end": (lambda n: [*n, note(400)], 302, "at least 400 events"),
+    "inserted at the end": (lambda n: [*n, note(400)], EVENTS, "at least 400 events"),
     "inserted nonsense": (lambda n: [n[0], b"x\n\n", *n[1:]], 0, "a signed head"),
     "duplicated": (lambda n: [n[0], n[0], *n[1:]], 59, "heads that grow"),
     "two heads of one size": (lambda n: [n[0], note(60), *n[1:]], 59, "heads that grow"),
@@ -410,7 +410,7 @@ def test_a_file_outside_that_lost_its_end_protects_less_and_says_so(copy: Signed
     copy.heads.write_bytes(b"".join(notes[:3]))
     verdict = copy.verify()
     assert verdict.protected_until == 179
-    assert "122 events from position 180 on" in verdict.notes[0]
+    assert f"{EVENTS - 180} events from position 180 on" in verdict.notes[0]
     row = verdict.coverage.row("outside")
     assert (row.status, row.reason) == (
         "partly", "2x heads of the ledger after 180 events stand in no place",
@@ -539,7 +539,7 @@ def test_a_rewritten_history_does_not_fit_the_heads_outside(
     assert "was not signed" in finding.found
     # Nobody outside knows: then it is clean in itself, and not one event is called protected.
     blind = copy.verify(heads=False, key=by != "a thief")
-    assert blind.plain()["unprotected"] == 302
+    assert blind.plain()["unprotected"] == EVENTS
     if by != "nobody":
         assert not [f for f in blind.findings if f.invariant in ("integrity", "heads")]
 
@@ -559,7 +559,7 @@ def test_a_rollback_to_an_old_copy(tmp_path: Path) -> None:
     folder.mkdir()
     entries = long_run().entries
     old = write_signed(folder, (60, 120), Run(entries[:120])).copy(tmp_path / "old")
-    for start, stop in ((120, 180), (180, 302)):
+    for start, stop in ((120, 180), (180, EVENTS)):
         Run(entries[start:stop]).write(folder / "ledger.db")
         with Ledger.open(f"sqlite:///{folder}/ledger.db") as ledger:
             HeadSigner(ledger, KEY, [FileOutlet(folder / "heads")]).sign()
