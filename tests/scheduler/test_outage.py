@@ -68,7 +68,10 @@ def ends_well(on_postgres: OnRay, job: str, undisturbed: dict[int, Any]) -> None
         by_writer.setdefault(event.writer, []).append(event.sequence)
     for writer, sequences in by_writer.items():
         assert sequences == list(range(sequences[0], sequences[0] + len(sequences))), writer
-    types = [event.type for event in events]
+
+
+def says_that_it_was_away(on_postgres: OnRay) -> None:
+    types = [event.type for event in on_postgres.ledger.read()]
     assert "LedgerUnreachable" in types
     assert "LedgerRestored" in types
 
@@ -94,6 +97,7 @@ def test_training_goes_on_without_the_server(
     finally:
         server.start()
     ends_well(on_postgres, job, undisturbed)
+    says_that_it_was_away(on_postgres)
 
 
 def test_the_loop_dies_while_its_records_are_spooled(
@@ -111,6 +115,7 @@ def test_the_loop_dies_while_its_records_are_spooled(
     finally:
         server.start()
     ends_well(on_postgres, job, undisturbed)
+    says_that_it_was_away(on_postgres)
     assert len(on_postgres.ledger.state().job(job).attempts) == 2
 
 
