@@ -96,7 +96,10 @@ class Report:
         elif kind == "fault":
             fault = load_all()[name]
             row = self.faults.setdefault(name, Row(name, fault.row, fault.says))
-            row.add(result, label, counts=True, shown=self.shown(result))
+            # A fault without an effect (no prompt came again, say) is no fault: it is not counted.
+            void = result.final == self.honest[seed].final and not result.caught
+            row.void += void
+            row.add(result, label, counts=not void, shown=self.shown(result))
         elif kind == "mutation":
             row = self.mutants.setdefault(name, Row(str(mutations.draw(int(name))), "-", ""))
             changed = result.final is not None and result.final != self.honest[seed].final
@@ -113,7 +116,8 @@ class Report:
         """The tables and the goals; True where all are met."""
         for line in lines(list(self.faults.values())):
             print(line)
-        missed = [row for row in self.faults.values() if row.caught < row.counted]
+        missed = [r for r in self.faults.values() if r.caught < r.counted or not r.counted]
+        void = sum(row.void for row in self.faults.values())
         counted = sum(row.counted for row in self.mutants.values())
         caught = sum(row.caught for row in self.mutants.values())
         stopped = sum(row.stopped for row in self.mutants.values())
@@ -134,7 +138,8 @@ class Report:
         share = caught / counted if counted else 1.0
         print(
             f"\nnamed faults: {len(self.faults) - len(missed)} of {len(self.faults)} caught in "
-            f"every one of {runs_of_faults} runs; the reward curve shows {shown} of them"
+            f"every one of {runs_of_faults - void} runs with an effect ({void} had none); the "
+            f"reward curve shows {shown} of them"
         )
         print(
             f"mutations: {caught} of {counted} caught ({share:.1%}); {runs} runs, of which "

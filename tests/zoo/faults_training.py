@@ -50,7 +50,7 @@ def _part_reduced(p: Patcher, t: int) -> None:
 @fault("E4", "one rank has another loss scale than it divides by")
 def _scale_differs(p: Patcher, t: int) -> None:
     def optimize(original: Any, self: Job, *args: Any) -> None:
-        if at(t):
+        if len(self.trainer.ranks) > 1 and at(t):
             self.trainer.ranks[-1].scale = 512.0
         original(self, *args)
 

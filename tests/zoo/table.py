@@ -24,6 +24,8 @@ class Row:
     shown: int = 0
     """Runs whose rewards leave the range of honest runs."""
     stopped: int = 0
+    void: int = 0
+    """Runs in which a named fault changed nothing and nothing was found."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, result: Result, label: str, *, counts: bool, shown: bool) -> None:
