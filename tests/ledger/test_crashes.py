@@ -288,11 +288,15 @@ SOME = [
     ("import", "fdatasync", "error=EIO"),
     ("import", "pwrite64", "signal=SIGKILL"),
 ]
-"""What is tried by default: the first call of a kind, one in the middle and the last."""
+"""What is tried: the first call of a kind, one in the middle and the last; two acts by default."""
+QUICK = SOME[:2]
 
 
 @pytest.mark.usefixtures("tracing")
-@pytest.mark.parametrize(("act", "call", "inject"), SOME)
+@pytest.mark.parametrize(
+    ("act", "call", "inject"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in SOME],
+)
 def test_some_calls(act: str, call: str, inject: str, template: Path, tmp_path: Path) -> None:
     tried = 0
     for case in sweep(act, call, inject, template, tmp_path, every=False):
