@@ -53,8 +53,11 @@ class PostgresServer:
             os.chown(folder, nobody.pw_uid, nobody.pw_gid)
             self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
             if not self._reachable(install):  # a virtual environment that is root's alone
-                copied = Path(shutil.copytree(install, folder / "install", symlinks=True))
-                install = copied
+                # The programs look for their libraries beside the wheel's folder.
+                for part in (install, *_wheel().parent.glob(f"{_wheel().name}.libs")):
+                    place = folder / "wheel" / part.relative_to(_wheel().parent)
+                    shutil.copytree(part, place, symlinks=True)
+                install = folder / "wheel" / install.relative_to(_wheel().parent)
         self.bin = install / "bin"
         self._run("initdb", "-D", str(self.data), "-U", "postgres", "--auth=trust",
                   "--encoding=UTF8", "--locale=C.UTF-8", "--no-sync")  # fmt: skip
