@@ -38,8 +38,8 @@ class RightOfWay:
         return self._owner == UPDATE
 
     def begin_move(self, operation: str, components: Collection[str]) -> bool:
-        """A move is about to quiesce; False when the trainer is in the middle of an update, a repair
-        is under way, or the job is about to end."""
+        """A move is about to quiesce; False when the trainer is in the middle of an update, while a
+        repair is under way, and once the job is about to end."""
         with self._free:
             if self._closed or self._repairing:
                 return False
