@@ -11,11 +11,13 @@ import torch
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
-from shiftbook.jobs.engine import TorchEngine, TurnRequest
-from shiftbook.jobs.errors import JobError
+from shiftbook.jobs.engine_types import TurnRequest
+from shiftbook.jobs.engines import make_engine
+from shiftbook.jobs.errors import EngineError, JobError
 from shiftbook.jobs.grpo import GroupBatch, reference_logps
 from shiftbook.jobs.model import ModelConfig, upcast
 from shiftbook.jobs.policy_file import load_policy
+from shiftbook.jobs.serving import After, ServedEngine, Taken
 from shiftbook.jobs.toolbox import Toolbox
 from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loaded
 from shiftbook.scheduler.workers.host import HostSpec
@@ -46,44 +48,85 @@ def token_bytes(requests: list[TurnRequest]) -> int:
 
 
 class RolloutWorker:
-    """One engine on one slot."""
+    """One engine on one slot: the reference one, or vLLM."""
 
     lanes: Collection[int] | None = None
     urgent = True
 
     def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
-        one_thread()
         self._model = ModelConfig(**config.get("model", {}))
-        self._lanes = int(config["lanes"])
-        self._engine = TorchEngine(self._model, self._lanes)
-        self._incoming: TorchEngine | None = None
-        self._first: str | None = None
+        self._make: tuple[str, ModelConfig, int] = (
+            str(config.get("engine", "torch")),
+            self._model,
+            int(config["lanes"]),
+        )
+        # The engine comes first: vLLM does not start in a process that has compiled kernels.
+        self._serving = ServedEngine(make_engine(*self._make), self._model)
+        one_thread()
+        self._incoming: ServedEngine | None = None
+        self._staged: dict[str, Any] | None = None
 
     def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
-        """Load ``weights`` of ``version`` (payload) into a new engine; it serves after activate."""
+        """Take ``weights`` of ``version`` (payload) with a new engine; it serves after activate.
+
+        An engine of which a process has only one takes them now where it serves nothing, and at
+        activate where it does. Raises ``EngineError`` where they are not taken.
+        """
         weights = fetch(payload["weights"])
-        engine = TorchEngine(self._model, self._lanes)
-        engine.load(weights, int(payload["version"]))
-        self._incoming = engine
-        prints = fingerprint_tensors(engine.resident())
-        size = sum(t.nbytes for t in weights.values())
-        return Loaded({f"model/{k}": v for k, v in prints.items()}, size, {"weights": size})
+        beside = self._serving.engine.beside
+        if not beside and self._serving.version >= 0:
+            self._staged = payload
+            prints = fingerprint_tensors(weights)
+            size = sum(t.nbytes for t in weights.values())
+            named = {f"model/{k}": v for k, v in prints.items()}
+            return Loaded(named, size, {"weights": size}, {"fingerprint_of": "handed_over"})
+        serving = self._serving
+        if beside:
+            serving = ServedEngine(make_engine(*self._make), self._model)
+        taken = self._take(serving, payload, "move")
+        if taken.failure is not None:
+            raise EngineError(f"version {taken.version} was not taken: {taken.failure}")
+        self._incoming = serving
+        return Loaded(
+            {f"model/{k}": v for k, v in taken.fingerprints.items()},
+            taken.moved_bytes,
+            {"weights": taken.moved_bytes},
+            taken.said(),
+        )
+
+    def _take(self, serving: ServedEngine, payload: dict[str, Any], after: After) -> Taken:
+        source = payload.get("fingerprints")
+        if source is not None:
+            source = {name.removeprefix("model/"): value for name, value in source.items()}
+        return serving.take(
+            fetch(payload["weights"]),
+            int(payload["version"]),
+            payload.get("probe"),
+            source,
+            after,
+        )
 
     def activate(self) -> None:
         """Serve with the engine that was prepared."""
         if self._incoming is not None:
-            self._engine, self._incoming = self._incoming, None
-            self._first = "move"
+            self._serving, self._incoming = self._incoming, None
+        if self._staged is not None:
+            payload, self._staged = self._staged, None
+            taken = self._take(self._serving, payload, "move")
+            if taken.failure is not None:
+                raise EngineError(f"version {taken.version} was not taken: {taken.failure}")
 
     def discard(self) -> None:
         """Forget the prepared engine."""
-        self._incoming = None
+        if self._incoming is self._serving:
+            self._serving.unload()
+        self._incoming = self._staged = None
 
     def drop(self) -> None:
         """Hold no weights and no KV."""
-        self._incoming = self._first = None
-        self._engine.drain()
-        self._engine.unload()
+        self._incoming = self._staged = None
+        self._serving.drain()
+        self._serving.unload()
 
     def snapshot(self) -> dict[str, Any]:
         """Engines carry nothing but their requests, which go back to the channel."""
@@ -91,7 +134,7 @@ class RolloutWorker:
 
     def drain(self) -> Drained:
         """All turns in hand, running ones with their partial tokens."""
-        requests = self._engine.drain()
+        requests = self._serving.drain()
         begun = [r for r in requests if r.partial]
         return Drained(
             [((r.uid, r.turn), r) for r in requests],
@@ -102,31 +145,32 @@ class RolloutWorker:
 
     def submit(self, key: Hashable, item: Any) -> None:
         """Queue a turn."""
-        self._engine.submit(item)
+        self._serving.submit(item)
 
     def step(self) -> list[Answer]:
         """One decode step of all lanes."""
         now = time.time()
-        return [Answer((r.uid, r.turn), r, now) for r in self._engine.step()]
+        return [Answer((r.uid, r.turn), r, now) for r in self._serving.step()]
 
     def has_work(self) -> bool:
         """True while a lane could decode."""
-        return self._engine.running > 0 or self._engine.waiting > 0
+        engine = self._serving.engine
+        return engine.running > 0 or engine.waiting > 0
 
     def room(self) -> int:
         """Turns that it would take now: its free lanes and a few ahead."""
-        engine = self._engine
+        engine = self._serving.engine
         return max(0, engine.lanes + PREFETCH - engine.running - engine.waiting)
 
     def hungry(self) -> bool:
         """True when few turns wait behind the running ones."""
-        return self._engine.waiting < FEW
+        return self._serving.engine.waiting < FEW
 
     def linger_s(self) -> float:
         """Turns leave together, the longer the more wait here: each call costs the cores time."""
         if self.hungry():
             return 0.0
-        return LINGER_S if self._engine.waiting < PREFETCH // 2 else LONG_LINGER_S
+        return LINGER_S if self._serving.engine.waiting < PREFETCH // 2 else LONG_LINGER_S
 
     def wake_after_s(self) -> float | None:
         """Nothing becomes due by itself."""
@@ -134,12 +178,14 @@ class RolloutWorker:
 
     def resident_bytes(self) -> int:
         """Weights, KV and buffers."""
-        incoming = self._incoming.resident_bytes() if self._incoming is not None else 0
-        return self._engine.resident_bytes() + incoming
+        engines = [self._serving.engine]
+        if self._incoming is not None and self._incoming is not self._serving:
+            engines.append(self._incoming.engine)
+        return sum(engine.resident_bytes() for engine in engines)
 
     def load(self) -> dict[str, float]:
         """Lanes in use, turns that wait here, and decode counters."""
-        engine = self._engine
+        engine = self._serving.engine
         return {
             "running": engine.running,
             "waiting": engine.waiting,
@@ -151,32 +197,14 @@ class RolloutWorker:
         }
 
     def first_use(self) -> dict[str, Any] | None:
-        """Fingerprints of the weights as the decode kernel reads them, once after each load."""
-        after, self._first = self._first, None
-        if after is None:
-            return None
-        prints = fingerprint_tensors(self._engine.resident())
-        return {
-            "after": after,
-            "use": "generation",
-            "version": self._engine.version,
-            "parts": {"model": root(prints)},
-        }
+        """What the engine read at its first generation after each load, once."""
+        return self._serving.first_use()
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
-        """``sync``: load another version in place; answers what the kernel reads afterwards."""
+        """``sync``: take another version in place; answers how that went, a ``Taken``."""
         if method != "sync":
             raise JobError(f"expected the method sync, found {method!r}")
-        began_s = time.monotonic()
-        weights, version = fetch(arguments["weights"]), int(arguments["version"])
-        self._engine.load(weights, version)
-        self._first = "sync"
-        prints = fingerprint_tensors(self._engine.resident())
-        return {
-            "fingerprints": prints,
-            "moved_bytes": sum(t.nbytes for t in weights.values()),
-            "sync_s": time.monotonic() - began_s,
-        }
+        return self._take(self._serving, arguments, "sync")
 
     def close(self) -> None:
         """Nothing runs beside this process."""

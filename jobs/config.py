@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shiftbook.checkpoint.sampler import HASH_SORT
+from shiftbook.jobs.engines import EngineName
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
@@ -86,6 +87,11 @@ class JobConfig(BaseModel):
     """Slots of rollout in the static split; the trainer has the others."""
     random_moves: int | None = None
     """Seed of moves drawn at random, for tests; None lets the proposer decide."""
+    engine: EngineName = "torch"
+    """The reference engine gives bits; vLLM gives them up to the last ones."""
+    tolerance: float | None = Field(default=None, gt=0)
+    """Largest mean gap between log-probabilities of the engine and of the training side, as
+    calibrated; None where the engine gives bits."""
     proposer: Literal["planner", "operator"] = "planner"
     """Who proposes moves of the dynamic schedule; with ``operator`` only ``shiftbook propose``."""
     bundles: str
@@ -102,6 +108,7 @@ class JobConfig(BaseModel):
             "seed": self.seed,
             "groups": self.groups,
             "lanes": self.lanes,
+            "engine": self.engine,
             "virtual_ranks": self.virtual_ranks,
             "base_policy": self.base_policy,
         }
@@ -129,7 +136,7 @@ def plan_of(config: JobConfig) -> Plan:
             seed=config.seed,
             epochs=1,
         ),
-        sampling=SamplingPlan(engine="shiftbook.jobs.engine", engine_dtype="float32"),
+        sampling=sampling_of(config),
         update=UpdatePlan(
             prompts_per_update=config.groups,
             group_size=GROUP_SIZE,
@@ -139,8 +146,21 @@ def plan_of(config: JobConfig) -> Plan:
             loss_terms={"policy": 1.0, "kl": 0.01},
         ),
         moves=MovePlan(mode="act" if config.schedule == "dynamic" else "observe"),
-        required_invariants=REQUIRED_INVARIANTS,
+        required_invariants=(*REQUIRED_INVARIANTS, *(("I16",) if config.engine == "vllm" else ())),
+        tolerances={} if config.tolerance is None else {"I16": config.tolerance},
     )
+
+
+def sampling_of(config: JobConfig) -> SamplingPlan:
+    """How the job's engine draws. The last bits of vLLM depend on what else is in a batch, so a
+    job on it promises the distribution, within the plan's tolerance, and no bits."""
+    if config.engine == "vllm":
+        return SamplingPlan(
+            engine="shiftbook.jobs.vllm_engine",
+            engine_dtype="float32",
+            batch_composition="distribution",
+        )
+    return SamplingPlan(engine="shiftbook.jobs.engine", engine_dtype="float32")
 
 
 def _digest(text: str) -> str:
@@ -208,7 +228,10 @@ def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
 
 
 def fleet_spec(devices: tuple[str, ...]) -> FleetSpec:
-    """Processes of the job: every component but the tool may stand on every slot."""
+    """Processes of the job: every component but the tool may stand on every slot.
+
+    Which engine a rollout process runs is said when it is given to a job.
+    """
     return FleetSpec(
         factories=FACTORIES,
         devices={"rollout": devices, "inference": devices, "trainer": devices},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -57,12 +57,14 @@ class _Lane:
 
 
 class TorchEngine:
-    """Generates turns of episodes on a fixed number of lanes.
+    """Generates turns of episodes on a fixed number of lanes; an ``Engine``.
 
     ``steps`` counts decode steps, ``lane_steps`` the lanes in use summed over them,
     ``sampled_tokens`` new tokens, and ``replayed_tokens`` lane steps that fed a known token
     without sampling after it.
     """
+
+    beside = True
 
     def __init__(self, config: ModelConfig, lanes: int = 8) -> None:
         self.config = config
@@ -102,6 +104,50 @@ class TorchEngine:
         for lane in self._slots:
             if lane is not None:
                 lane.fed = 0
+
+    def flush(self) -> tuple[str, ...]:
+        """Nothing is cached but the lanes' KV, and it is written anew from the first token on."""
+        for lane in self._slots:
+            if lane is not None:
+                lane.fed = 0
+        return ("kv",)
+
+    def probe(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Log-probabilities float64 [P, V] of the next token after each prompt, by decode steps.
+
+        Raises ``EngineError`` without weights, or while turns are being decoded.
+        """
+        kernel = self._loaded()
+        if self.running:
+            raise EngineError(
+                f"expected an idle engine for a probe, found {self.running} running turns; "
+                "drain it first"
+            )
+        found = [
+            row
+            for start in range(0, len(prompts), self.lanes)
+            for row in self._probe_lanes(kernel, prompts[start : start + self.lanes])
+        ]
+        return np.array(found)
+
+    def _probe_lanes(
+        self, kernel: DecodeKernel, prompts: Sequence[Sequence[int]]
+    ) -> list[np.ndarray]:
+        found: list[np.ndarray] = [np.empty(0)] * len(prompts)
+        for lane in range(self.lanes):
+            kernel.forget(lane)
+        for position in range(max(len(prompt) for prompt in prompts)):
+            self._tokens.fill(tokenizer.PAD)
+            self._positions.fill(0)
+            for lane, prompt in enumerate(prompts):
+                if position < len(prompt):
+                    self._tokens[lane], self._positions[lane] = prompt[position], position
+            with torch.inference_mode():
+                logits = kernel.step(self._token_view, self._position_view)
+            for lane, prompt in enumerate(prompts):
+                if position == len(prompt) - 1:
+                    found[lane] = torch.log_softmax(logits[lane].double(), 0).numpy()
+        return found
 
     def unload(self) -> None:
         """Drop weights and KV; afterwards ``resident_bytes()`` is 0 and ``step`` refuses.

@@ -1,8 +1,14 @@
-"""What goes into and comes out of a rollout engine: plain data, without torch."""
+"""What a rollout engine is, and what goes into and comes out of it: plain data, without torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
 
 
 @dataclass
@@ -44,3 +50,66 @@ class TurnResult:
     logps: list[float]
     versions: list[int]
     finish_reason: str
+
+
+class Engine(Protocol):
+    """A rollout engine, whichever code computes; one thread calls it at a time.
+
+    ``jobs/engine.py`` (the reference) and ``jobs/vllm_engine.py`` are the two that there are. It is
+    served through ``jobs/serving.py``, which takes a version as one operation and lets nothing out
+    before that version was verified.
+    """
+
+    beside: bool
+    """True where a second engine can be built beside this one in one process."""
+    lanes: int
+    """Turns that are decoded at once."""
+    version: int
+    """Policy version of the weights; -1 without weights."""
+    steps: int
+    lane_steps: int
+    sampled_tokens: int
+    replayed_tokens: int
+
+    @property
+    def running(self) -> int:
+        """Turns that are being decoded."""
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait for a free lane."""
+
+    def load(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take bfloat16 ``weights`` in declared names and order; caches are not touched by it.
+
+        Raises a ``JobError`` where they do not fit; what the engine holds then is in doubt.
+        """
+
+    def unload(self) -> None:
+        """Hold no policy any more; raises ``EngineError`` while the engine owes requests."""
+
+    def flush(self) -> tuple[str, ...]:
+        """Make every value that was cached under older weights unreachable; names of the caches.
+
+        Raises ``EngineError`` where the engine did not do it.
+        """
+
+    def resident(self) -> dict[str, Tensor] | None:
+        """The weights as the engine's arithmetic reads them (bfloat16, declared names and order),
+        or None where they cannot be read."""
+
+    def resident_bytes(self) -> int:
+        """Bytes of weights, caches and buffers in use; 0 without a policy."""
+
+    def probe(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Log-probabilities float64 [P, V] of the next token after each prompt, through the same
+        kernels and caches as generation; called while the engine holds no requests."""
+
+    def submit(self, request: TurnRequest) -> None:
+        """Queue a turn; raises ``EngineError`` for one that is held already or malformed."""
+
+    def step(self) -> list[TurnResult]:
+        """Decode one token on every lane; the turns that ended in it."""
+
+    def drain(self) -> list[TurnRequest]:
+        """Hand over all turns, running ones with their partial tokens, in urgency order."""

@@ -35,7 +35,7 @@ from shiftbook.jobs.right_of_way import RightOfWay
 from shiftbook.jobs.standing import Standing
 from shiftbook.jobs.start import Start, first_bundle, resume_point
 from shiftbook.jobs.state_records import first_updated, first_used, saved_bundle
-from shiftbook.jobs.syncing import Published, Syncer
+from shiftbook.jobs.syncing import Syncer, probed
 from shiftbook.jobs.updating import Reports, Updater
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerUnreachable
@@ -79,7 +79,7 @@ class TrainingLoop:
         self.config = JobConfig.model_validate(config)
         self.devices = devices
         self._ranks = VirtualRankPlan(self.config.virtual_ranks, self.config.groups)
-        self._standing = Standing(Path(self.config.base_policy))
+        self._standing = Standing(Path(self.config.base_policy), self.config.tolerance)
         self._desk = Desk(
             self._ranks,
             phases=self.config.schedule == "timeshared",
@@ -300,7 +300,7 @@ class TrainingLoop:
         standing.version += 1
         self._record_update(iteration, reports)
         base = standing.last_published
-        standing.published = published = Published.of(first["weights"], standing.version)
+        published = standing.put_out(first["weights"], standing.version)
         targets = [r.name for r in standing.topology.replicas("rollout")]
         stall_s = self._syncer.sync(published, targets, base.version, self._desk.exchange)
         wall_s = time.monotonic() - began_s
@@ -351,8 +351,11 @@ class TrainingLoop:
         self._recording.later(make)
 
     def _first_use(self, component: str, worker: Worker, use: dict[str, Any]) -> None:
-        event = first_used(self._standing.grant.operation, component, worker, use)
-        self._recording.later([Draft(event)])
+        attempt = self._standing.grant.operation
+        drafts = [Draft(first_used(attempt, component, worker, use))]
+        if use.get("gap") is not None:
+            drafts.append(Draft(probed(attempt, worker[0], use["version"], use["gap"])))
+        self._recording.later(drafts)
 
     def _await_closed_moves(self) -> None:
         """A move that was granted and did not begin is abandoned by its controller."""

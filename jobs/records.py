@@ -22,12 +22,15 @@ from shiftbook.ledger.events.training import (
     SamplesDrawn,
     SamplesGenerated,
     SamplesRewarded,
+    Transform,
     UpdateApplied,
     VirtualRank,
 )
 from shiftbook.ledger.evidence import write_segment
 
 SCORER = "exact-match"
+TRANSFORM = Transform(temperature=1.0, top_p=1.0, log_probs="raw")
+"""How every engine of the job draws: from the policy's own distribution."""
 
 
 def drawn(attempt: str, iteration: Iteration, rule: str, seed: int) -> SamplesDrawn:
@@ -97,6 +100,7 @@ def generated(
             policy_version=version,
             digest=generated_digest(triples),
             segment=write_segment(folder, columns),
+            transform=TRANSFORM,
         ),
         SamplesRewarded(
             attempt=attempt,

@@ -32,8 +32,8 @@ class Standing:
     saved: CheckpointSaved
     """Event of the last bundle."""
 
-    def __init__(self, base_policy: Path) -> None:
-        self._base_policy = base_policy
+    def __init__(self, base_policy: Path, tolerance: float | None = None) -> None:
+        self._base_policy, self._tolerance = base_policy, tolerance
         self.published: Published | None = None
         self.reference_prints: dict[str, str] = {}
         """Of the reference policy, as inference read it."""
@@ -62,7 +62,12 @@ class Standing:
         else:
             stored = restore_bundle(start.path, ["model"])["model"]
             weights = {name: stored[name] for name in parameter_shapes(ModelConfig())}
-        self.published = Published.of(weights, start.version)
+        self.put_out(weights, start.version)
+
+    def put_out(self, weights: Mapping[str, Any], version: int) -> Published:
+        """Publish the weights of a version."""
+        self.published = Published.of(weights, version, self._tolerance)
+        return self.published
 
     def take_saved(self, saved: CheckpointSaved) -> None:
         """A bundle is the last one from now on."""
@@ -72,12 +77,7 @@ class Standing:
     def payload(self, component: str) -> dict[str, Any]:
         """What a replica of a component is restored from."""
         if component == "rollout":
-            published = self.last_published
-            return {
-                "weights": published.reference,
-                "version": published.version,
-                "fingerprints": {f"model/{k}": v for k, v in published.prints.items()},
-            }
+            return self.last_published.offered()
         if component == "trainer":
             parts = self.saved.parts  # a bundle stands before anything is brought up
             return {

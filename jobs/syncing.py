@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.jobs.errors import EngineError
+from shiftbook.jobs.model import ModelConfig
+from shiftbook.jobs.probe import TOLERANCE, Gap, Probe, expected_logps
+from shiftbook.jobs.serving import Taken
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError, SyncMustWait
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.events.probes import LogProbsReplayed
 from shiftbook.ledger.events.sync import (
     TargetOutcome,
     WeightSyncCommitted,
@@ -30,24 +36,42 @@ from shiftbook.scheduler.workers.transfer import offer
 MOVE_LIMIT_S = 60.0
 LOOK_AGAIN_S = 0.05
 ENCODING = "full"
+TRIES = 2
+"""How often a version is offered to an engine that refuses it."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """A policy version as it is sent: bfloat16 tensors in the object store, and fingerprints."""
+    """A policy version as it is sent: bfloat16 tensors in the object store, and fingerprints.
+
+    ``probe`` is what an engine must say under it, by the training side's own forward.
+    """
 
     version: int
     reference: Any
     prints: dict[str, str]
     root: str
     bytes: int
+    probe: Probe
 
     @classmethod
-    def of(cls, weights: Mapping[str, Any], version: int) -> Published:
+    def of(
+        cls, weights: Mapping[str, Any], version: int, tolerance: float | None = None
+    ) -> Published:
         """Fingerprint at the source and put into the object store of the loop's node."""
         prints = fingerprint_tensors(weights)
         size = sum(t.nbytes for t in weights.values())
-        return cls(version, offer(dict(weights)), prints, root(prints), size)
+        probe = Probe(expected_logps(weights, ModelConfig()), tolerance or TOLERANCE)
+        return cls(version, offer(dict(weights)), prints, root(prints), size, probe)
+
+    def offered(self) -> dict[str, Any]:
+        """What an engine takes the version from."""
+        return {
+            "weights": self.reference,
+            "version": self.version,
+            "fingerprints": {f"model/{k}": v for k, v in self.prints.items()},
+            "probe": self.probe,
+        }
 
 
 class Syncer:
@@ -59,6 +83,8 @@ class Syncer:
         self._gate, self._recording, self._fleet = gate, recording, fleet
         self._job, self._grant = job, grant
         self._count = 0
+        self._held_back: set[str] = set()
+        """Replicas that refused the last version, and are handed no work."""
 
     def begin(self, published: Published, targets: Sequence[str], base: int | None) -> str:
         """Record the intent; waits for a move that is quiesced or further. In an outage the
@@ -97,24 +123,59 @@ class Syncer:
         base: int,
         exchange: Exchange,
     ) -> float:
-        """Deliver to engines that serve; returns the seconds that they stood still."""
+        """Deliver to engines that serve; returns the seconds that they stood still.
+
+        One that refuses the version is offered it once more, as an operation of its own. Raises
+        ``EngineError`` where engines refuse it for good and no other serves it.
+        """
+        began_s = time.monotonic()
+        left = list(targets)
+        served: list[str] = []
+        reasons: list[str] = []
+        for _ in range(TRIES):
+            outcomes = self._deliver(published, left, base)
+            served += [o.target for o in outcomes if o.outcome == "serving"]
+            for outcome in outcomes:
+                if outcome.outcome != "serving":
+                    exchange.hold(outcome.target)
+                elif outcome.target in self._held_back:
+                    exchange.feed(outcome.target)
+            refused = [o for o in outcomes if o.outcome == "failed"]
+            left = [o.target for o in refused]
+            self._held_back = self._held_back.union(left).difference(served)
+            reasons = [f"{o.target}: {o.reason}" for o in refused]
+            if not left:
+                break
+        if left and not served:
+            raise EngineError(
+                f"expected an engine to serve version {published.version}, found that none took "
+                f"it ({'; '.join(reasons)}); look at its process"
+            )
+        return time.monotonic() - began_s
+
+    def _deliver(
+        self, published: Published, targets: Sequence[str], base: int
+    ) -> list[TargetOutcome]:
+        """One operation; what came of it, by target."""
         began_s = time.monotonic()
         operation = self.begin(published, targets, base)
-        arguments = {"weights": published.reference, "version": published.version}
-        futures = {r: self._fleet.send(r, "call", self._grant, "sync", arguments) for r in targets}
+        offered = published.offered()
+        futures = {r: self._fleet.send(r, "call", self._grant, "sync", offered) for r in targets}
         drafts: list[Draft] = []
         outcomes = []
+        flushed: set[str] = set()
         for replica, future in futures.items():
-            outcome, delivered = self._outcome(replica, future, published)
+            outcome, taken, incarnation = self._outcome(replica, future, published)
             outcomes.append(outcome)
-            if delivered is not None:
-                drafts.append(Draft(delivered, operation=operation))
-            if outcome.outcome != "serving":
-                exchange.hold(replica)
+            if taken is not None:
+                flushed.update(taken.caches_flushed)
+                events = self._said(replica, incarnation, published, taken)
+                drafts += [Draft(event, operation=operation) for event in events]
         stall_s = time.monotonic() - began_s
-        drafts.append(Draft(self._ended(published, outcomes, stall_s), operation=operation))
+        ended = self._ended(published, outcomes, stall_s, flushed)
+        drafts.append(Draft(ended, operation=operation))
         self._recording.now(drafts, key=f"{operation}/end")
-        return stall_s
+        return outcomes
 
     def attached(
         self,
@@ -127,6 +188,7 @@ class Syncer:
         by_name = {b.replica: b for b in brought}
         drafts: list[Draft] = []
         outcomes = []
+        flushed: set[str] = set()
         for replica in targets:
             b = by_name.get(replica)
             if b is None:
@@ -134,58 +196,84 @@ class Syncer:
                     TargetOutcome(target=replica, outcome="failed", reason="it was not brought up")
                 )
                 continue
-            prints = {k.removeprefix("model/"): v for k, v in b.loaded.fingerprints.items()}
-            event = _delivered(
-                replica, b.status["incarnation"], published, prints, b.loaded.moved_bytes, b.start_s
+            taken = Taken(
+                published.version,
+                {k.removeprefix("model/"): v for k, v in b.loaded.fingerprints.items()},
+                moved_bytes=b.loaded.moved_bytes,
+                sync_s=b.start_s,
+                **b.loaded.said,
             )
-            drafts.append(Draft(event, operation=operation))
+            flushed.update(taken.caches_flushed)
+            events = self._said(replica, b.status["incarnation"], published, taken)
+            drafts += [Draft(event, operation=operation) for event in events]
             outcomes.append(TargetOutcome(target=replica, outcome="serving"))
-        drafts.append(Draft(self._ended(published, outcomes, 0.0), operation=operation))
+        drafts.append(Draft(self._ended(published, outcomes, 0.0, flushed), operation=operation))
         self._recording.now(drafts, key=f"{operation}/end")
 
     def _outcome(
         self, replica: str, future: Any, published: Published
-    ) -> tuple[TargetOutcome, WeightSyncDelivered | None]:
+    ) -> tuple[TargetOutcome, Taken | None, str]:
         import ray
 
         try:
-            reply = self._fleet.gather({replica: future})[replica]
+            taken: Taken = self._fleet.gather({replica: future})[replica]
             incarnation = self._fleet.each([replica], "status")[replica]["incarnation"]
         except (ShiftbookError, ray.exceptions.RayError) as error:
-            return TargetOutcome(target=replica, outcome="lost", reason=first_line(error)), None
-        event = _delivered(
-            replica,
-            incarnation,
-            published,
-            reply["fingerprints"],
-            reply["moved_bytes"],
-            reply["sync_s"],
-        )
-        if event.differing:
-            reason = f"differing: {', '.join(event.differing[:4])}"
-            return TargetOutcome(target=replica, outcome="failed", reason=reason), event
-        return TargetOutcome(target=replica, outcome="serving"), event
+            lost = TargetOutcome(target=replica, outcome="lost", reason=first_line(error))
+            return lost, None, ""
+        if taken.failure is None:
+            return TargetOutcome(target=replica, outcome="serving"), taken, incarnation
+        back = taken.rolled_back_to
+        then = "it serves nothing" if back is None else f"it went back to version {back}"
+        reason = f"{taken.failure}; {then}"
+        return TargetOutcome(target=replica, outcome="failed", reason=reason), taken, incarnation
+
+    def _said(
+        self, replica: str, incarnation: str, published: Published, taken: Taken
+    ) -> list[Event]:
+        """The delivery and the probe of one engine; nothing where the load itself failed."""
+        if not taken.fingerprints:
+            return []
+        events: list[Event] = [_delivered(replica, incarnation, published, taken)]
+        if taken.gap is not None:
+            attempt = self._grant.operation
+            events.append(probed(attempt, replica, published.version, taken.gap))
+        return events
 
     @staticmethod
     def _ended(
-        published: Published, outcomes: Sequence[TargetOutcome], stall_s: float
+        published: Published,
+        outcomes: Sequence[TargetOutcome],
+        stall_s: float,
+        flushed: Iterable[str],
     ) -> WeightSyncCommitted:
         return WeightSyncCommitted(
             version=published.version,
             outcomes=tuple(outcomes),
             stall_s=stall_s,
-            caches_flushed=("kv",),
+            caches_flushed=tuple(sorted(flushed)),
         )
 
 
+def probed(attempt: str, replica: str, version: int, gap: Gap) -> LogProbsReplayed:
+    """The probe of an engine under a version; it generates the iteration of that number."""
+    return LogProbsReplayed(
+        attempt=attempt,
+        iteration=version,
+        what="behaviour",
+        replica=replica,
+        version=version,
+        samples=gap.prompts,
+        tokens=gap.tokens,
+        mean_gap=gap.mean,
+        largest_gap=gap.largest,
+    )
+
+
 def _delivered(
-    replica: str,
-    incarnation: str,
-    published: Published,
-    prints: Mapping[str, str],
-    moved_bytes: int,
-    sync_s: float,
+    replica: str, incarnation: str, published: Published, taken: Taken
 ) -> WeightSyncDelivered:
+    prints = taken.fingerprints
     names = published.prints.keys() | prints.keys()
     differing = sorted(n for n in names if published.prints.get(n) != prints.get(n))
     return WeightSyncDelivered(
@@ -193,9 +281,9 @@ def _delivered(
         incarnation=incarnation,
         version=published.version,
         root=root(prints),
-        fingerprint_of="resident",
+        fingerprint_of=taken.fingerprint_of,
         differing=tuple(differing),
-        moved_bytes=moved_bytes,
+        moved_bytes=taken.moved_bytes,
         full_bytes=published.bytes,
-        sync_s=sync_s,
+        sync_s=taken.sync_s,
     )

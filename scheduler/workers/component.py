@@ -27,6 +27,8 @@ class Loaded:
     """Bytes that came from elsewhere."""
     parts: dict[str, int] = field(default_factory=dict)
     """Those bytes by what they were."""
+    said: dict[str, Any] = field(default_factory=dict)
+    """What else the component has to say of the load, for its job's record."""
 
 
 @dataclass
