@@ -3,8 +3,7 @@
 ``python -m shiftbook.jobs.calibrate --engine vllm --lanes 4`` prints a line of JSON. The same
 prompts go through the engine in several batch compositions, with and without cached prefixes, under
 the base policy and under perturbed ones; every log-probability is compared with a plain forward.
-What a job declares as its tolerance is ``FACTOR`` times the largest mean gap, and at least the
-rounding of float32 (``jobs/probe.py``).
+What a job declares as its tolerance follows from the largest mean gap (``jobs/noise.py``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -24,34 +23,14 @@ from shiftbook.jobs.engine_types import Engine
 from shiftbook.jobs.engines import ENGINES, make_engine
 from shiftbook.jobs.keyed_rng import hash64
 from shiftbook.jobs.model import ModelConfig
+from shiftbook.jobs.noise import Noise
 from shiftbook.jobs.policy_file import load_policy
-from shiftbook.jobs.probe import TOLERANCE, expected_logps, probe_prompts
+from shiftbook.jobs.probe import expected_logps, probe_prompts
 
-FACTOR = 8.0
-"""Allowed gap over the measured one; the same as the verifier's."""
 POLICIES = 4
 """The base policy, and perturbed ones as training might make them."""
 DEVIATION = 0.02
 LENGTHS = (12, 24, 35, 40, 52, 64, 71, 80)
-
-
-@dataclass(frozen=True)
-class Noise:
-    """What was measured: |log-probability of the engine - of the training side|."""
-
-    engine: str
-    lanes: int
-    compared: int
-    mean_gap: float
-    """Largest mean gap of any composition."""
-    largest_gap: float
-    between_compositions: float
-    """Largest difference of the same log-probability in two compositions."""
-
-    @property
-    def tolerance(self) -> float:
-        """What a job on this engine declares."""
-        return max(TOLERANCE, FACTOR * self.mean_gap)
 
 
 def measure(engine: Engine, name: str, config: ModelConfig) -> Noise:
@@ -108,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
     engine = make_engine(options.engine, config, options.lanes)
     one_thread()
     noise = measure(engine, options.engine, config)
-    sys.stdout.write(json.dumps(asdict(noise) | {"tolerance": noise.tolerance}) + "\n")
+    sys.stdout.write(json.dumps(asdict(noise)) + "\n")
     sys.stdout.flush()
     return 0
 

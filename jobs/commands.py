@@ -40,6 +40,13 @@ from shiftbook.ledger.cli_options import emit, emit_document, format_option
     metavar="SEED",
     help="Kill processes of the dynamic run at random, drawn by SEED.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["torch", "vllm"]),
+    default="torch",
+    show_default=True,
+    help="Engine of rollout. With vllm, schedules are compared within a calibrated tolerance.",
+)
 @format_option()
 def demo(
     out: Path,
@@ -48,6 +55,7 @@ def demo(
     seed: int,
     slots: int | None,
     chaos: int | None,
+    engine: Any,
     format_: Any,
 ) -> int:
     """Train a small policy with RL on this machine while its devices move through the ledger.
@@ -55,7 +63,8 @@ def demo(
     Runs the reference job (GRPO on arithmetic questions with a calculator tool) under the dynamic
     schedule, under the best static split and with time-shared phases, verifies the ledger, writes
     report.html and compares. Exits with 0 only if the verdict is clean, every schedule ended with
-    the same policy, no sample was lost, and moves with bytes were committed.
+    the same policy (with --engine vllm: one that differs by no more than chance), no sample was
+    lost, and moves with bytes were committed.
     """
     from shiftbook.jobs.demo import SCHEDULES, rows_of, run_demo
 
@@ -85,6 +94,7 @@ def demo(
         chaos=chaos,
         tell=tell,
         seen=seen,
+        engine=engine,
     )
     failures = outcome.failures()
     if format_ == "json":

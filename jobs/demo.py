@@ -11,7 +11,10 @@ from typing import Any
 
 from shiftbook.jobs.chaos import Chaos
 from shiftbook.jobs.config import JobConfig, Schedule, start_topology
+from shiftbook.jobs.engines import EngineName, check_engine
+from shiftbook.jobs.noise import Calibration, Noise
 from shiftbook.jobs.runner import Cluster, Place, RunningJob
+from shiftbook.jobs.same_policy import Likeness, first_tokens, likeness
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
@@ -58,6 +61,10 @@ class Outcome:
     moves: dict[str, Any]
     wanted: tuple[str, ...]
     faults: list[str] = field(default_factory=list)
+    noise: Noise | None = None
+    """Of the engine, where it gives no bits; the tolerance of the plan follows from it."""
+    likenesses: list[Likeness] = field(default_factory=list)
+    """The first schedule beside each other one, where the engine gives no bits."""
 
     def failures(self) -> list[str]:
         """What was promised and does not hold; empty where all is well."""
@@ -65,8 +72,9 @@ class Outcome:
         if self.verdict.exit_code != 0:
             found.append(f"the verdict is: {self.verdict.word}")
         prints = {run.fingerprint for run in self.runs.values()}
-        if len(prints) > 1:
+        if self.noise is None and len(prints) > 1:
             found.append("the schedules end with different policies")
+        found += [f"other than chance allows: {a.text()}" for a in self.likenesses if not a.alike]
         counts = {run.schedule: run.samples for run in self.runs.values()}
         if len(set(counts.values())) > 1:
             found.append(f"samples were lost: {counts}")
@@ -87,11 +95,14 @@ def run_demo(
     chaos: int | None,
     tell: Tell,
     seen: Callable[[str, dict[str, Any]], None],
+    engine: EngineName = "torch",
 ) -> Outcome:
     """Run what is not in the folder's ledger yet, verify everything, and write the report.
 
     A folder whose run was cut short is taken up again: each job continues from its last bundle.
+    An engine that gives no bits is calibrated first, in a process of its own.
     """
+    check_engine(engine)
     cores = len(os.sched_getaffinity(0))
     if cores < 2 or slots < 2:
         raise InvalidInput(
@@ -111,11 +122,15 @@ def run_demo(
     place = Place(out)
     faults: list[str] = []
     how: dict[str, str] = {}
+    calibration = Calibration(out, engine)
     with Cluster(place, slots) as cluster:
         tell(f"Ray head up, slots {' '.join(cluster.devices)}; starting the workers")
         cluster.warm()
+        noise = calibration.result()
+        if noise is not None:
+            tell(noise.text())
         for schedule in schedules:
-            config = _config(place, schedule, iterations, seed)
+            config = _config(place, schedule, iterations, seed, engine, noise)
             if schedule == "static":
                 chosen = _best_split(place, config, cluster.devices)
                 config = config.model_copy(update={"rollout_slots": chosen})
@@ -143,11 +158,41 @@ def run_demo(
         runs = {name: read_run(ledger, f"demo-{name}", name, how[name]) for name in schedules}
         moves = read_moves(ledger)
         write_report(ledger, out / "report.html", verdict=verdict.plain())
-    return Outcome(runs, verdict, moves, tuple(schedules), faults)
+        alike = [] if noise is None else _likenesses(ledger, list(runs.values()))
+    return Outcome(runs, verdict, moves, tuple(schedules), faults, noise, alike)
 
 
-def _config(place: Place, schedule: str, iterations: int, seed: int) -> JobConfig:
-    return place.config(f"demo-{schedule}", iterations=iterations, seed=seed, schedule=schedule)
+def _config(
+    place: Place,
+    schedule: str,
+    iterations: int,
+    seed: int,
+    engine: EngineName,
+    noise: Noise | None,
+) -> JobConfig:
+    return place.config(
+        f"demo-{schedule}",
+        iterations=iterations,
+        seed=seed,
+        schedule=schedule,
+        engine=engine,
+        tolerance=None if noise is None else noise.tolerance,
+    )
+
+
+def _likenesses(ledger: Ledger, runs: Sequence[Run]) -> list[Likeness]:
+    """The first run beside each other one."""
+    tokens = {run.job: first_tokens(ledger, run.job) for run in runs}
+    first = runs[0]
+    return [
+        likeness(
+            (first.schedule, run.schedule),
+            (tokens[first.job], tokens[run.job]),
+            (first.rewards, run.rewards),
+            first.samples / max(1, len(first.rewards)),
+        )
+        for run in runs[1:]
+    ]
 
 
 def _best_split(place: Place, config: JobConfig, devices: tuple[str, ...]) -> int | None:
@@ -292,6 +337,10 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
         if len(prints) == 1
         else ", ".join(f"{run.schedule} {run.fingerprint[:12]}" for run in runs.values()),
     )
+    if outcome.noise is not None:
+        add("engine", outcome.noise.text())
+    for compared in outcome.likenesses:
+        add("compared in distribution", compared.text())
     if outcome.faults:
         add("faults injected", "; ".join(outcome.faults))
     add("verdict", _verdict_line(outcome.verdict))
