@@ -25,6 +25,8 @@ from shiftbook.jobs.probe import Gap, Probe, probe_prompts
 from shiftbook.ledger.errors import ShiftbookError
 from shiftbook.scheduler.errors import first_line
 
+REFUSALS = (ShiftbookError, ValueError, KeyError, RuntimeError, AssertionError, OSError)
+"""What engines of others raise for weights that do not fit, and senders that were lost."""
 After = Literal["sync", "move", "start"]
 FingerprintOf = Literal["resident", "handed_over"]
 
@@ -90,8 +92,7 @@ class ServedEngine:
         taken = Taken(version, {}, moved_bytes=sum(t.nbytes for t in weights.values()))
         try:
             self._load(weights, taken, probe, source)
-        except (ShiftbookError, ValueError, KeyError, RuntimeError, AssertionError) as error:
-            # Engines of others raise what they like for weights that do not fit.
+        except REFUSALS as error:
             taken.failure = taken.failure or f"{type(error).__name__}: {first_line(error)}"
         if taken.failure is None:
             self._good, self._after = (dict(weights), version, probe), after
@@ -109,6 +110,7 @@ class ServedEngine:
         probe: Probe | None,
         source: Mapping[str, str] | None,
     ) -> None:
+        _check_numbers(weights)
         self.engine.load(weights, taken.version)
         taken.fingerprint_of, taken.fingerprints = self._read(weights)
         taken.caches_flushed = self.engine.flush()
@@ -141,7 +143,7 @@ class ServedEngine:
         again = Taken(version, {})
         try:
             self._load(weights, again, probe, None)
-        except (ShiftbookError, ValueError, KeyError, RuntimeError, AssertionError) as error:
+        except REFUSALS as error:
             again.failure = first_line(error)
         if again.failure is not None:
             return None
@@ -193,3 +195,13 @@ class ServedEngine:
         """Hold no policy; the engine owes nothing when it is called."""
         self._good = self._after = self._first = None
         self.engine.unload()
+
+
+def _check_numbers(weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights that are no numbers, before they are written: what an engine caches under
+    them is none either, and some kernels multiply it by zero long after the cache was flushed."""
+    wrong = [name for name, tensor in weights.items() if not tensor.isfinite().all()]
+    if wrong:
+        raise EngineError(
+            f"expected finite weights, found others in {', '.join(wrong[:4])}; look at the update"
+        )

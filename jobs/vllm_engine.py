@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -133,10 +133,11 @@ class VllmEngine:
 
     def _write(self, weights: Mapping[str, Tensor]) -> None:
         tensors = to_hf({name: t.float() for name, t in weights.items()}, self.config)
+        self._reload(iter(tensors.items()))
+
+    def _reload(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         try:
-            self._llm.collective_rpc(
-                "reload_weights", kwargs={"weights_iterator": iter(tensors.items())}
-            )
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
         except Exception:
             self._llm.collective_rpc(close_reload)
             raise

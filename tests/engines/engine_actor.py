@@ -1,0 +1,118 @@
+"""A process with one vLLM engine, driven from a test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from shiftbook.jobs.engine_types import TurnRequest, TurnResult
+from shiftbook.jobs.model import ModelConfig
+from shiftbook.jobs.probe import Probe
+from shiftbook.jobs.serving import ServedEngine, Taken
+from shiftbook.jobs.vllm_engine import Caches, VllmEngine
+from tests.engines.faulty import torn
+
+LANES = 4
+
+
+class EngineActor:
+    """The engine and what serves it; ``anew`` makes both again around the process's vLLM."""
+
+    def __init__(self) -> None:
+        self._config = ModelConfig()
+        self._serving: ServedEngine | None = None
+        self.anew()
+
+    def anew(self, caches: Caches = "flush", read_resident: bool = True) -> None:
+        """An engine without a policy."""
+        if self._serving is not None:
+            self._serving.drain()
+            self._serving.unload()
+            self._engine._llm.reset_prefix_cache()
+        self._engine = VllmEngine(self._config, LANES, caches=caches, read_resident=read_resident)
+        self._serving = ServedEngine(self._engine, self._config)
+
+    def _served(self) -> ServedEngine:
+        assert self._serving is not None
+        return self._serving
+
+    def take(
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        probe: Probe | None = None,
+        source: Mapping[str, str] | None = None,
+    ) -> Taken:
+        """Take a version."""
+        return self._served().take(weights, version, probe, source)
+
+    def submit(self, requests: list[TurnRequest]) -> None:
+        """Queue turns."""
+        for request in requests:
+            self._served().submit(request)
+
+    def steps(self, count: int) -> list[TurnResult]:
+        """So many steps."""
+        return [result for _ in range(count) for result in self._served().step()]
+
+    def finish(self) -> list[TurnResult]:
+        """Steps until nothing is left to do."""
+        results: list[TurnResult] = []
+        while self._engine.running or self._engine.waiting:
+            results += self._served().step()
+        return results
+
+    def drain(self) -> list[TurnRequest]:
+        """Take all turns back."""
+        return self._served().drain()
+
+    def first_use(self) -> dict[str, Any] | None:
+        """What was read at the first generation."""
+        return self._served().first_use()
+
+    def figures(self) -> dict[str, Any]:
+        """Counters and state."""
+        engine = self._engine
+        return {
+            "version": self._served().version,
+            "loaded": engine.version,
+            "bytes": engine.resident_bytes(),
+            "cached_tokens": engine.cached_tokens,
+            "running": engine.running,
+        }
+
+    def unload(self) -> None:
+        """Hold no policy."""
+        self._served().drain()
+        self._served().unload()
+
+    def resident(self) -> dict[str, Tensor] | None:
+        """The weights as they are read back."""
+        return self._engine.resident()
+
+    def keep_cache(self) -> None:
+        """From now on the prefix cache is not flushed, and the engine says that it was."""
+        self._engine.flush = lambda: ("prefix",)  # type: ignore[method-assign]
+
+    def tear_next_load(self, after: int) -> None:
+        """The next load breaks when so many tensors were written."""
+        engine: Any = self._engine
+        reload = engine._reload
+
+        def once(tensors: Any) -> None:
+            engine._reload = reload
+            reload(torn(dict(tensors), after))
+
+        engine._reload = once
+
+    def flush_while_running(self) -> str:
+        """What the engine answers when its cache is to be flushed in the middle of a turn."""
+        from shiftbook.jobs.errors import EngineError
+
+        try:
+            self._engine.flush()
+        except EngineError as error:
+            return str(error)
+        return "flushed"

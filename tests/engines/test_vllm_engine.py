@@ -1,0 +1,327 @@
+"""Goal: vLLM computes the trainer's own policy, takes versions as one operation, and lies nowhere.
+
+Method: one real vLLM in a Ray actor. Its tokens and log-probabilities are compared with the
+reference engine and a plain torch forward; versions are taken in mid-generation; the cache is left
+unflushed, a load is torn, weights are unreadable; the record of a run across an update is judged by
+the verifier, honest and with wrongly stamped tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.checkpoint.recorder import Generated, Recorder
+from shiftbook.jobs.engine import TorchEngine
+from shiftbook.jobs.engine_types import TurnRequest, TurnResult
+from shiftbook.jobs.keyed_rng import format_uid
+from shiftbook.jobs.model import ModelConfig, forward_train, upcast
+from shiftbook.jobs.policy_file import load_policy
+from shiftbook.jobs.probe import Probe, expected_logps
+from shiftbook.jobs.task import new_episode
+from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
+from shiftbook.verify.verdict import Verdict, verify
+from tests.engines.conftest import Call
+from tests.engines.marks import VLLM
+
+pytestmark = VLLM
+
+CONFIG = ModelConfig()
+Weights = dict[str, torch.Tensor]
+
+
+def policy(version: int) -> Weights:
+    """The base policy, and others near it."""
+    generator = torch.Generator().manual_seed(version)
+    return {
+        name: (t.float() * (1 + 0.05 * version * torch.rand(t.shape, generator=generator))).to(
+            torch.bfloat16
+        )
+        for name, t in load_policy().items()
+    }
+
+
+def probe(version: int) -> Probe:
+    return Probe(expected_logps(policy(version), CONFIG))
+
+
+def take(call: Call, version: int) -> Any:
+    weights = policy(version)
+    return call("take", weights, version, probe(version), fingerprint_tensors(weights))
+
+
+def requests(count: int, first: int = 0) -> list[TurnRequest]:
+    return [
+        new_episode(0, format_uid(n, 0), n, CONFIG.context).next_request()
+        for n in range(first, first + count)
+    ]
+
+
+def by_uid(results: list[TurnResult]) -> dict[str, TurnResult]:
+    return {result.uid: result for result in results}
+
+
+def reference(version: int, wanted: list[TurnRequest]) -> dict[str, TurnResult]:
+    engine = TorchEngine(CONFIG, 4)
+    engine.load(policy(version), version)
+    for request in wanted:
+        engine.submit(request)
+    found: list[TurnResult] = []
+    while engine.running or engine.waiting:
+        found += engine.step()
+    return by_uid(found)
+
+
+def replayed(request: TurnRequest, result: TurnResult, stamps: list[int]) -> np.ndarray:
+    """Log-probability of each token by a torch forward under the version it is stamped with."""
+    tokens = torch.tensor([request.context + result.tokens])
+    out = []
+    for place, version in enumerate(stamps):
+        with torch.inference_mode():
+            logits = forward_train(CONFIG, upcast(policy(version)), tokens)[0]
+        at = len(request.context) + place
+        out.append(float(torch.log_softmax(logits[at - 1].double(), -1)[tokens[0, at]]))
+    return np.array(out)
+
+
+@pytest.fixture
+def engine(engine_process: Call) -> Call:
+    engine_process("anew")
+    return engine_process
+
+
+def test_nothing_is_served_before_the_first_verified_version(engine: Call) -> None:
+    engine("submit", requests(1))
+    with pytest.raises(Exception, match="expected a verified policy version, found none"):
+        engine("steps", 1)
+
+
+def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call) -> None:
+    taken = take(engine, 0)
+    assert taken.failure is None
+    assert (taken.fingerprint_of, taken.caches_flushed) == ("resident", ("prefix",))
+    assert taken.fingerprints == fingerprint_tensors(policy(0))
+    assert taken.gap.good
+    wanted = requests(24)
+    engine("submit", wanted)
+    found, expected = by_uid(engine("finish")), reference(0, wanted)
+    same = [uid for uid in expected if found[uid].tokens == expected[uid].tokens]
+    print(f"{len(same)} of {len(expected)} turns with the reference engine's tokens")
+    assert len(same) >= len(expected) - 1  # a draw on the edge of an interval may fall otherwise
+    gaps = [
+        np.abs(np.array(found[uid].logps) - np.array(expected[uid].logps)).max() for uid in same
+    ]
+    print(f"largest gap of a log-probability {max(gaps):.2g}")
+    assert max(gaps) < 1e-4
+    assert {found[uid].finish_reason for uid in same} == {
+        expected[uid].finish_reason for uid in same
+    }
+
+
+def test_tokens_carry_their_version_across_an_update_in_mid_generation(engine: Call) -> None:
+    take(engine, 0)
+    wanted = requests(8)
+    engine("submit", wanted)
+    early = engine("steps", 3)
+    assert take(engine, 1).failure is None
+    results = by_uid(early + engine("finish"))
+    assert results.keys() == {request.uid for request in wanted}
+    crossed = [r for r in results.values() if set(r.versions) == {0, 1}]
+    assert crossed
+    for request in wanted:
+        result = results[request.uid]
+        assert result.versions == sorted(result.versions)
+        again = replayed(request, result, result.versions)
+        assert np.abs(again - np.array(result.logps)).max() < 2e-4
+    # Each as the version did it that stands beside it, and not as the other one would have.
+    wrong = [
+        np.abs(replayed(q, r, [1] * len(r.tokens)) - np.array(r.logps)).max()
+        for q in wanted
+        for r in [results[q.uid]]
+        if r in crossed
+    ]
+    assert max(wrong) > 1e-2
+
+
+def test_a_turn_that_is_taken_back_goes_on_in_another_engine(engine: Call) -> None:
+    take(engine, 0)
+    wanted = requests(6, first=40)
+    engine("submit", wanted)
+    early = engine("steps", 2)
+    moved = engine("drain")
+    assert any(request.partial for request in moved)
+    assert engine("figures")["running"] == 0
+    found = by_uid(early) | reference(0, moved)
+    whole = reference(0, wanted)
+    assert {uid: r.tokens for uid, r in found.items()} == {u: r.tokens for u, r in whole.items()}
+
+
+def test_an_unflushed_cache_is_seen_by_the_probe_and_the_version_refused(engine: Call) -> None:
+    take(engine, 0)
+    engine("keep_cache")
+    taken = take(engine, 1)
+    assert taken.fingerprints == fingerprint_tensors(policy(1))  # the weights are right
+    assert not taken.gap.good
+    assert "probe: log-probabilities differ" in taken.failure
+    print(taken.failure)
+
+
+def test_salted_caches_need_no_flush(engine: Call) -> None:
+    engine("anew", "salt")
+    assert take(engine, 0).caches_flushed == ("prefix (salted)",)
+    assert take(engine, 1).failure is None
+    assert take(engine, 2).gap.good
+
+
+def test_vllm_does_not_flush_while_turns_run_and_that_is_an_error(engine: Call) -> None:
+    take(engine, 0)
+    engine("submit", requests(2))
+    engine("steps", 2)
+    assert "did not flush it with" in engine("flush_while_running")
+
+
+def test_a_torn_load_goes_back_to_the_last_good_version(engine: Call) -> None:
+    take(engine, 0)
+    engine("submit", requests(4))
+    early = engine("steps", 2)
+    engine("tear_next_load", 11)
+    taken = take(engine, 1)
+    assert "the sender was lost after 11 tensors" in taken.failure
+    assert taken.rolled_back_to == 0
+    results = early + engine("finish")
+    assert {version for r in results for version in r.versions} == {0}
+    assert {r.uid: r.tokens for r in results} == {
+        uid: r.tokens for uid, r in reference(0, requests(4)).items()
+    }
+    assert take(engine, 1).failure is None
+
+
+def test_weights_that_do_not_fit_are_refused_and_nothing_is_written(engine: Call) -> None:
+    take(engine, 0)
+    before = engine("resident")
+    name = "layers.1.feedforward.up.weight"
+    short = {n: t for n, t in policy(1).items() if n != name}
+    for bad, said in (
+        (short, "missing"),
+        (policy(1) | {"extra.weight": torch.zeros(1)}, "unknown"),
+        (policy(1) | {name: torch.zeros(3, 3, dtype=torch.bfloat16)}, "expected shape"),
+    ):
+        taken = engine("take", bad, 1, probe(1), None)
+        assert said in taken.failure
+        assert taken.rolled_back_to == 0
+    broken = policy(1)
+    broken[name][0, 0] = float("nan")
+    taken = engine("take", broken, 1, probe(1), None)
+    assert "expected finite weights, found others in layers.1" in taken.failure
+    after = engine("resident")
+    assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_unreadable_weights_are_handed_over_and_probed(engine: Call) -> None:
+    engine("anew", "flush", False)
+    taken = take(engine, 0)
+    assert (taken.fingerprint_of, taken.failure) == ("handed_over", None)
+    engine("submit", requests(1))
+    engine("finish")
+    first = engine("first_use")
+    assert first["parts"] == {}
+    assert first["gap"].good
+
+
+def test_unloaded_it_holds_no_policy(engine: Call) -> None:
+    take(engine, 0)
+    assert engine("figures")["bytes"] > 0
+    engine("unload")
+    assert engine("figures") | {"cached_tokens": 0} == {
+        "version": -1, "loaded": -1, "bytes": 0, "cached_tokens": 0, "running": 0,
+    }  # fmt: skip
+    assert not any(tensor.any() for tensor in engine("resident").values())
+
+
+def test_the_verifier_judges_a_run_across_an_update(engine: Call, tmp_path: Path) -> None:
+    wanted = requests(8)
+    take_0 = take(engine, 0)
+    engine("submit", wanted)
+    early = engine("steps", 3)
+    take_1 = take(engine, 1)
+    results = by_uid(early + engine("finish"))
+    honest = {uid: result.versions for uid, result in results.items()}
+    stamped = {uid: [max(versions)] * len(versions) for uid, versions in honest.items()}
+    clean = judged(tmp_path / "honest.db", wanted, results, honest, [take_0, take_1])
+    assert clean.findings == ()
+    assert clean.coverage.row("I16").status == "checked"
+    found = judged(tmp_path / "stamped.db", wanted, results, stamped, [take_0, take_1])
+    assert {finding.invariant for finding in found.findings} == {"I16"}
+
+
+def judged(
+    file: Path,
+    wanted: list[TurnRequest],
+    results: dict[str, TurnResult],
+    stamps: dict[str, list[int]],
+    taken: list[Any],
+) -> Verdict:
+    """The verdict on a job of one update, in the middle of which its samples were made."""
+    weights, used = policy(0), policy(1)
+    plan = Plan(
+        seed=0,
+        iterations=1,
+        data=DataPlan(
+            dataset_digest="d", tokenizer_digest="t", dataset_size=8, sampler_rule="hash-sort-v1",
+            seed=0,
+        ),
+        sampling=SamplingPlan(
+            engine="vllm", batch_composition="distribution", staleness_bound=1,
+            partial_rollouts=True,
+        ),
+        update=UpdatePlan(prompts_per_update=8, group_size=1, virtual_ranks=1, learning_rate=1e-3),
+        required_invariants=("I6", "I16"),
+        tolerances={"I16": 2e-5},
+    )  # fmt: skip
+    from shiftbook.ledger.events.training import Transform
+
+    url = f"sqlite:///{file}"
+    now = [weights]
+    state: dict[str, Any] = {"step": torch.zeros(1)}
+    with Recorder.open(url, "across", plan, policy=weights) as record:
+        record.started("rollout", "engine", "engine#1")
+        with record.sync(0, weights, ["engine"]) as sync:
+            sync.delivered("engine", "engine#1", taken[0].fingerprints, caches_flushed=["prefix"])
+        with record.update(
+            0, lambda: {"model": now[0], "masters": now[0], "optimizer": state}
+        ) as update:
+            now[0], state["step"] = used, torch.ones(1)
+            update.applied(version=1, optimizer_step=1, learning_rate=1e-3, loss=0.0, grad_norm=1.0)
+        with record.sync(1, used, ["engine"]) as sync:
+            sync.delivered("engine", "engine#1", taken[1].fingerprints, caches_flushed=["prefix"])
+        made = []
+        for request in wanted:
+            result = results[request.uid]
+            given = len(request.context)
+            made.append(
+                Generated(
+                    request.uid,
+                    request.context + result.tokens,
+                    [0.0] * given + result.logps,
+                    [-1] * given + stamps[request.uid],
+                    "engine",
+                    "engine#1",
+                    sampled=[False] * given + [True] * len(result.tokens),
+                )
+            )
+            record.replayed(
+                0,
+                "behaviour",
+                result.logps,
+                replayed(request, result, stamps[request.uid]),
+                replica="engine",
+                version=max(stamps[request.uid]),
+            )
+        transform = Transform(temperature=1.0, top_p=1.0, log_probs="raw")
+        record.generated(0, made, version=1, transform=transform)
+    return verify(url)

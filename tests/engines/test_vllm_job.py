@@ -1,0 +1,98 @@
+"""Goal: the reference job runs on vLLM on Ray, and the verifier names what goes wrong there.
+
+Method: small static jobs whose rollout process is vLLM, honest and each with one fault that is put
+into the engine from outside (``tests/engines/faulty.py``): a cache that is not flushed, an engine
+that reads old weights from disk when it wakes up, loads that break or do nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from shiftbook.jobs.errors import JobError
+from shiftbook.verify.verdict import Verdict
+from tests.engines.conftest import OnVllm
+from tests.engines.marks import VLLM
+
+pytestmark = VLLM
+
+
+def named(verdict: Verdict) -> dict[str, str]:
+    """What was found, by invariant."""
+    return {finding.invariant: finding.found for finding in verdict.findings}
+
+
+def bodies(on_vllm: OnVllm, type_: str) -> list[dict[str, Any]]:
+    return [stored.body for stored in on_vllm.ledger.read(types={type_})]
+
+
+def test_an_honest_job_is_clean_and_its_engine_was_probed(on_vllm: OnVllm) -> None:
+    on_vllm.finish("honest")
+    verdict = on_vllm.verdict()
+    assert named(verdict) == {}
+    assert verdict.exit_code == 0
+    assert verdict.coverage.row("I16").status == "checked"
+    assert verdict.coverage.row("I6").status == "checked"
+    opened = bodies(on_vllm, "JobOpened")[0]["plan"]
+    assert opened["sampling"]["engine"] == "shiftbook.jobs.vllm_engine"
+    assert opened["sampling"]["batch_composition"] == "distribution"
+    assert opened["tolerances"] == {"I16": 2e-5}
+    assert {b["fingerprint_of"] for b in bodies(on_vllm, "WeightSyncDelivered")} == {"resident"}
+    assert all(b["caches_flushed"] == ["prefix"] for b in bodies(on_vllm, "WeightSyncCommitted"))
+    gaps = [b["mean_gap"] for b in bodies(on_vllm, "LogProbsReplayed")]
+    print(f"{len(gaps)} probes, mean gaps up to {max(gaps):.2g}")
+    assert len(gaps) == 3
+
+
+def test_a_cache_that_is_not_flushed_is_refused_and_named(on_vllm: OnVllm) -> None:
+    with pytest.raises(JobError, match=r"none took it .*probe: log-probabilities differ"):
+        on_vllm.finish("cache", "cache-kept")
+    verdict = on_vllm.verdict()
+    print(named(verdict))
+    assert named(verdict).keys() == {"I16"}
+    outcomes = [o for b in bodies(on_vllm, "WeightSyncCommitted") for o in b["outcomes"]]
+    assert [o["outcome"] for o in outcomes] == ["serving", "failed", "failed"]
+
+
+def test_an_engine_that_serves_with_a_stale_cache_is_named(on_vllm: OnVllm) -> None:
+    on_vllm.finish("served", "cache-kept-and-served")
+    verdict = on_vllm.verdict()
+    print(named(verdict))
+    assert named(verdict).keys() == {"I16"}
+    assert all("stale cache" in f.cause for f in verdict.findings)
+
+
+def test_an_engine_that_reloads_old_weights_on_wake_up_is_named(on_vllm: OnVllm) -> None:
+    on_vllm.finish("reload", "reloads-from-disk")
+    verdict = on_vllm.verdict()
+    print(named(verdict))
+    assert "I6" in named(verdict)
+    assert any("between their arrival and their first use" in f.cause for f in verdict.findings)
+
+
+def test_the_same_where_weights_cannot_be_read(on_vllm: OnVllm) -> None:
+    on_vllm.finish("unreadable", "reloads-from-disk-unreadable")
+    verdict = on_vllm.verdict()
+    print(named(verdict))
+    assert "I16" in named(verdict)
+    assert {b["fingerprint_of"] for b in bodies(on_vllm, "WeightSyncDelivered")} == {"handed_over"}
+
+
+def test_a_load_that_breaks_is_rolled_back_and_offered_again(on_vllm: OnVllm) -> None:
+    on_vllm.finish("breaks", "load-breaks-once")
+    assert named(on_vllm.verdict()) == {}
+    outcomes = [b["outcomes"][0] for b in bodies(on_vllm, "WeightSyncCommitted")]
+    assert [o["outcome"] for o in outcomes] == ["serving", "failed", "serving", "serving"]
+    assert (
+        "the sender was lost after 11 tensors; it went back to version 0" in outcomes[1]["reason"]
+    )
+
+
+def test_a_load_that_does_nothing_is_refused_and_named(on_vllm: OnVllm) -> None:
+    with pytest.raises(JobError, match=r"none took it .*differing"):
+        on_vllm.finish("nothing", "load-does-nothing")
+    verdict = on_vllm.verdict()
+    print(named(verdict))
+    assert "I6" in named(verdict)
