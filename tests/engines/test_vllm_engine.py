@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.checkpoint.recorder import Generated, Recorder
 from shiftbook.jobs.engine import TorchEngine
@@ -291,14 +292,26 @@ def judged(
     with Recorder.open(url, "across", plan, policy=weights) as record:
         record.started("rollout", "engine", "engine#1")
         with record.sync(0, weights, ["engine"]) as sync:
-            sync.delivered("engine", "engine#1", taken[0].fingerprints, caches_flushed=["prefix"])
+            sync.delivered(
+                "engine", "engine#1", root(taken[0].fingerprints), caches_flushed=["prefix"]
+            )
         with record.update(
             0, lambda: {"model": now[0], "masters": now[0], "optimizer": state}
         ) as update:
             now[0], state["step"] = used, torch.ones(1)
-            update.applied(version=1, optimizer_step=1, learning_rate=1e-3, loss=0.0, grad_norm=1.0)
+            update.applied(
+                version=1,
+                optimizer_step=1,
+                learning_rate=1e-3,
+                loss=0.0,
+                grad_norm=1.0,
+                tokens=8,
+                divisor=8.0,
+            )
         with record.sync(1, used, ["engine"]) as sync:
-            sync.delivered("engine", "engine#1", taken[1].fingerprints, caches_flushed=["prefix"])
+            sync.delivered(
+                "engine", "engine#1", root(taken[1].fingerprints), caches_flushed=["prefix"]
+            )
         made = []
         for request in wanted:
             result = results[request.uid]
