@@ -1,6 +1,6 @@
 """Measures how far an engine's log-probabilities stand from the training side's on this machine.
 
-``python -m shiftbook.jobs.calibrate --engine vllm --lanes 4`` prints a line of JSON. The same
+``python -m shiftbook.jobs.calibrate --engine vllm --lanes 3`` prints a line of JSON. The same
 prompts go through the engine in several batch compositions, with and without cached prefixes, under
 the base policy and under perturbed ones; every log-probability is compared with a plain forward.
 What a job declares as its tolerance follows from the largest mean gap (``jobs/noise.py``).
@@ -70,7 +70,7 @@ def _policies(config: ModelConfig) -> Iterator[dict[str, Tensor]]:
 
 def _compositions(prompts: int, lanes: int) -> list[list[Sequence[int]]]:
     """Ways to cut the prompts into batches: fresh, cached, alone, reversed, in unequal parts."""
-    rows = list(range(prompts))
+    rows: Sequence[int] = range(prompts)
     full = [rows[i : i + lanes] for i in range(0, prompts, lanes)]
     back = [rows[::-1][i : i + lanes] for i in range(0, prompts, lanes)]
     parts = [rows[:1], rows[1:3], *[rows[i : i + lanes] for i in range(3, prompts, lanes)]]
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command: measure, and print the figures and the tolerance that follows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--engine", choices=ENGINES, default="vllm")
-    parser.add_argument("--lanes", type=int, default=4)
+    parser.add_argument("--lanes", type=int, default=3)
     options = parser.parse_args(arguments)
     config = ModelConfig()
     engine = make_engine(options.engine, config, options.lanes)

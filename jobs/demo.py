@@ -122,7 +122,7 @@ def run_demo(
     place = Place(out)
     faults: list[str] = []
     how: dict[str, str] = {}
-    calibration = Calibration(out, engine)
+    calibration = Calibration(out, engine, JobConfig.model_fields["lanes"].default)
     with Cluster(place, slots) as cluster:
         tell(f"Ray head up, slots {' '.join(cluster.devices)}; starting the workers")
         cluster.warm()

@@ -21,7 +21,7 @@ KEY, BEGUN = "shiftbook_key", "shiftbook_begun"
 """Names of the request's extra arguments."""
 
 
-class KeyedSampler(AdapterLogitsProcessor):
+class KeyedSampler(AdapterLogitsProcessor):  # type: ignore[misc]
     """Leaves one token to choose: the keyed draw, by a float64 cumulative sum."""
 
     @classmethod

@@ -51,7 +51,7 @@ class Calibration:
     """A measurement in a process of its own, begun at once; kept in a folder and read again there,
     since the plan of a job that goes on is the one that it was opened with."""
 
-    def __init__(self, folder: Path, engine: str, lanes: int = 4) -> None:
+    def __init__(self, folder: Path, engine: str, lanes: int) -> None:
         self._file = folder / FILE
         self._engine = engine
         self._process: subprocess.Popen[str] | None = None

@@ -261,7 +261,7 @@ def test_an_engine_is_known_and_installed_or_the_error_says_how(
 
 
 def test_a_calibration_is_kept_and_refused_for_another_engine(tmp_path: Path) -> None:
-    assert Calibration(tmp_path, "torch").result() is None
+    assert Calibration(tmp_path, "torch", 3).result() is None
     noise = Noise("vllm", 4, 100, 4e-6, 2e-5, 0.0)
     assert noise.tolerance == pytest.approx(3.2e-5)
     assert Noise("vllm", 4, 100, 1e-7, 1e-6, 0.0).tolerance == FLOOR == TOLERANCE
@@ -269,13 +269,13 @@ def test_a_calibration_is_kept_and_refused_for_another_engine(tmp_path: Path) ->
 
     file = tmp_path / "calibration.json"
     file.write_text(json.dumps(asdict(noise)), encoding="utf-8")
-    assert Calibration(tmp_path, "vllm").result() == noise
+    assert Calibration(tmp_path, "vllm", 3).result() == noise
     file.write_text(json.dumps(asdict(noise) | {"engine": "other"}), encoding="utf-8")
     with pytest.raises(InvalidInput, match="found one of other"):
-        Calibration(tmp_path, "vllm").result()
+        Calibration(tmp_path, "vllm", 3).result()
     file.write_text("{", encoding="utf-8")
     with pytest.raises(InvalidInput, match="remove it"):
-        Calibration(tmp_path, "vllm").result()
+        Calibration(tmp_path, "vllm", 3).result()
 
 
 def test_schedules_are_alike_within_chance_and_other_beyond_it() -> None:
