@@ -25,7 +25,7 @@ from tests.verify.honest_run import MOVED, PLACES, Entry, Maker, _final, make_pl
 
 JOBS = 1_000
 BATCH_EVENTS = 96
-"""Events of one append at least: whole iterations, so that a batch is what one writer would send."""
+"""Events of one append at least, in whole iterations: what one writer would send at once."""
 
 WINDOWS = 6
 """Telemetry windows of an iteration."""
