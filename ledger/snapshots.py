@@ -25,6 +25,7 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.state import JobState, LeaseState
@@ -141,7 +142,9 @@ class Snapshots:
             "position": snapshot.position,
             "leaf": snapshot.leaf.hex(),
         }
-        state = _adapter(type(snapshot.state)).dump_json(snapshot.state)
+        # In two steps, since each model has a rule of its own for NaN, and some write null.
+        plain = _adapter(type(snapshot.state)).dump_python(snapshot.state)
+        state = to_json(plain, inf_nan_mode="strings")
         content = orjson.dumps(head) + b"\n" + zlib.compress(state, 1)
         path = self._path(name)
         draft = path.with_name(f"{path.name}.new-{os.getpid()}-{id(snapshot)}")

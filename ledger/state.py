@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import InvalidInput
@@ -47,8 +47,6 @@ SHARED_TYPES = frozenset(
 @dataclass
 class OperationState:
     """One reallocation, as far as it has come."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
 
     operation: str
     job: str
