@@ -1,11 +1,13 @@
-"""Times the ledger against bare sqlite3: prints each ratio with its bound; exit 1 when one misses.
+"""Times the ledger against bare sqlite3 and psycopg: prints each ratio with its bound.
+
+Exits with 1 when one misses its bound.
 
 Both sides of a ratio run in turn, in small blocks of the same run, so that a busy disk meets both.
 The bare side has the same durability (write-ahead log, synchronous FULL, one commit for each
 append). For the single append it writes the bytes that the ledger stored to ``(position, data)``;
 for the batch it is ``executemany`` of the finished rows into the same table and indexes, without
 triggers, lock, validation, serialisation or hash. The batch against ``(position, data)`` alone is
-printed beside it, without a bound.
+printed beside it, without a bound. What runs on PostgreSQL is told in ledger_postgres.py.
 
 Usage: python benchmarks/ledger.py [--rounds N] [--only NAME]
 """
@@ -24,8 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import ledger_postgres
+from benchmarks.result import DIGEST, Result, iteration
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.events import observation, training
+from shiftbook.ledger.events import training
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.evidence import write_segments
 from shiftbook.ledger.ledger import Ledger
@@ -34,54 +40,7 @@ BLOCK = 20
 """Appends in a row of one side before the other side has its turn."""
 
 SAMPLES = 512
-DIGEST = "0123456789abcdef" * 2
 SHA = DIGEST * 2
-
-
-@dataclass(frozen=True)
-class Result:
-    """One line of the output."""
-
-    name: str
-    value: float
-    bound: float
-    at_least: bool
-    unit: str
-    detail: str
-
-    @property
-    def met(self) -> bool:
-        """True when the bound holds."""
-        return self.value >= self.bound if self.at_least else self.value <= self.bound
-
-    def line(self) -> str:
-        """The line itself."""
-        sign = "≥" if self.at_least else "≤"
-        state = "ok" if self.met else "MISSED"
-        return (
-            f"{self.name:<34} {self.value:7.2f} {self.unit:<3} (bound {sign} {self.bound:g}) "
-            f"{state:<7} {self.detail}"
-        )
-
-
-def iteration(number: int) -> Event:
-    """An event of middling size, as each training iteration writes it."""
-    return observation.IterationCompleted(
-        attempt="attempt-0001",
-        iteration=number,
-        wall_s=4.0612347 + number / 1e6,
-        components={
-            name: observation.ComponentTime(busy_s=3.1 + number / 1e7, stall_s=0.02)
-            for name in ("rollout", "tool", "inference", "trainer")
-        },
-        samples_verified=256,
-        device_s=8.12,
-        reward_mean=0.613281,
-        policy_version=number,
-        policy_fingerprint=DIGEST,
-        moves_committed=2,
-        schedule="dynamic",
-    )
 
 
 class Bare:
@@ -310,6 +269,8 @@ BENCHMARKS: dict[str, Callable[[Path, int], Result]] = {
     "single": single,
     "batch": batched,
     "step": step,
+    "postgres": ledger_postgres.group_commit,
+    "postgres-batch": ledger_postgres.batched,
 }
 
 

@@ -185,16 +185,16 @@ def imports(path: Path) -> Measured:
 
 
 def integrity(path: Path) -> Measured:
-    """The fast integrity pass, seconds per million."""
-    from shiftbook.verify.scan import scan
+    """`verify --integrity-only`, seconds per million."""
+    from shiftbook.verify.verdict import verify
 
     found: Measured = {}
     bare(path, found, hashed=True)
     events = int(found["events"])
     with timed(found, "seconds", MILLION / events):
-        result = scan(path, events)
-    if not result.sound or result.events != events:
-        raise SystemExit(f"expected a sound ledger of {events} events, found {result}")
+        verdict = verify(f"sqlite:///{path}", integrity_only=True)
+    if verdict.integrity_broken or verdict.last != events - 1:
+        raise SystemExit(f"expected a sound ledger of {events} events, found {verdict.word}")
     found["ratio"] = found["bare_s"] / found["seconds"]
     found["peak_mb"] = peak_mb()
     return found
@@ -219,12 +219,12 @@ def mirror(path: Path) -> Measured:
     """Building the mirror from nothing; then one more batch of events; then aggregates."""
     from shiftbook.ledger import mirror as mirror_module
     from shiftbook.ledger.ledger import Ledger
-    from shiftbook.ledger.mirror import Mirror, mirror_path
+    from shiftbook.ledger.mirror import Mirror
 
     found: Measured = {}
     bare(path, found, hashed=False)
-    for name in (mirror_path(path), Path(f"{mirror_path(path)}.wal")):
-        name.unlink(missing_ok=True)
+    for suffix in (".mirror.duckdb", ".mirror.duckdb.wal"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
     with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
         start, cpu_s = time.perf_counter(), time.process_time()
         with apart(mirror_module, "load_segments") as evidence:

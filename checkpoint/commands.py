@@ -1,4 +1,4 @@
-"""The commands `shiftbook checkpoint list | show | verify`, over manifest and shelf."""
+"""The commands `shiftbook checkpoint list | show | verify | register | diff`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import click
 
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.manifest import BundleManifest, check_files, load_manifest, plain
-from shiftbook.checkpoint.shelf import find_bundle, list_bundles
-from shiftbook.ledger.cli_options import Format, emit, emit_document, format_option
+from shiftbook.checkpoint.shelf import find_bundle, latest_bundle, list_bundles
+from shiftbook.ledger.cli_options import Format, emit, emit_document, format_option, working
 
 LIST_COLUMNS = ("name", "iteration", "policy_version", "bytes", "job", "attempt", "bundle_id")
+DIFF_COLUMNS = ("part", "tensor", "what", "a", "b", "differing", "elements")
 VERIFY_COLUMNS = ("path", "ok", "part", "problem", "bundle_id", "checked", "not_checked")
 
 
 @click.group()
 def checkpoint() -> None:
-    """Bundles: list, show and verify saved training states."""
+    """Bundles: list, show, verify, register and compare saved training states."""
 
 
 @checkpoint.command("list")
@@ -95,6 +96,76 @@ def verify(context: click.Context, path: Path, files_only: bool, format_: Format
     else:
         emit([row], VERIFY_COLUMNS, format_)
     if problem is not None:
+        context.exit(1)
+
+
+@checkpoint.command()
+@click.argument("source", type=click.Path(exists=True, path_type=Path))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--job", required=True, help="Job that the state belongs to.")
+@click.option("--attempt", default="registered", show_default=True, help="Attempt that made it.")
+@click.option("--iteration", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--policy-version", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--part", default="policy", show_default=True, help="Name of the bundle's one part.")
+@click.option("--kind", default=None, help="What the part is, where its name does not say.")
+def register(
+    source: Path,
+    folder: Path,
+    job: str,
+    attempt: str,
+    iteration: int,
+    policy_version: int,
+    part: str,
+    kind: str | None,
+) -> None:
+    """Register the state at SOURCE as a bundle in FOLDER, without writing its tensors again.
+
+    SOURCE is a folder of torch.distributed.checkpoint, a .safetensors file, or a folder of such
+    files as Hugging Face has them. The bundle names the files by absolute path and holds their
+    SHA-256 and the tensors' fingerprints, so they must stay where they are. Opening the index of a
+    torch.distributed.checkpoint folder runs what its pickle says: register only what you trust.
+    """
+    from shiftbook.checkpoint.register import register_state
+
+    fields = {
+        "job": job,
+        "attempt": attempt,
+        "iteration": iteration,
+        "policy_version": policy_version,
+    }
+    with working("reading and hashing the state"):
+        bundle = register_state(source, folder, fields, part=part, kind=kind)
+    record = bundle.manifest.parts[part]
+    click.echo(f"{bundle.path}: {len(record.tensors)} tensors, {record.bytes} bytes, {record.root}")
+
+
+@checkpoint.command("diff")
+@click.argument("a", type=click.Path(exists=True, path_type=Path))
+@click.argument("b", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--part", default="policy", show_default=True, help="Name of the one part of a foreign state."
+)
+@format_option()
+@click.pass_context
+def diff_command(context: click.Context, a: Path, b: Path, part: str, format_: Format) -> None:
+    """Say how the states at A and B differ: parts, tensors, elements; exit 1 when they do.
+
+    Each is a bundle, a folder of bundles (its latest one), or what `register` takes.
+    """
+    from shiftbook.checkpoint.difference import compare_states
+    from shiftbook.checkpoint.stored_state import open_stored_state
+
+    with working("comparing the states"):
+        one, other = (
+            open_stored_state(find_bundle(p) if latest_bundle(p) else p, part=part) for p in (a, b)
+        )
+        found = list(compare_states(one, other))
+    emit(
+        ((d.part, d.tensor, d.what, d.a, d.b, d.differing, d.elements) for d in found),
+        DIFF_COLUMNS,
+        format_,
+    )
+    if found:
         context.exit(1)
 
 

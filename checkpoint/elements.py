@@ -52,11 +52,12 @@ def _torch_bits(tensor: Any, torch: Any) -> tuple[NDArray[Any], str]:
         )
     if type(tensor).__name__ == "DTensor":
         raise UnsupportedTensor(
-            "expected a local shard, found a DTensor; pass tensor.to_local() with its offset and "
-            "the whole tensor's shape"
+            "expected a local shard, found a DTensor; take shard_fingerprint() of "
+            "shiftbook.checkpoint.shards, or pass tensor.to_local() with its offset and the whole "
+            "tensor's shape"
         )
     dense = tensor.detach().resolve_conj().resolve_neg().cpu()
-    if dense.is_complex():
+    if dense.is_complex() and dense.element_size() > 4:
         array = dense.numpy()
         return (array.view(np.uint64) if array.dtype.itemsize == 8 else array), name
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

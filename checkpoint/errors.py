@@ -4,7 +4,13 @@ ShiftbookError
 └── CheckpointError
     ├── FingerprintError
     │   ├── UnsupportedTensor
-    │   └── IncompleteFingerprint
+    │   ├── IncompleteFingerprint
+    │   ├── LayoutError
+    │   └── TiedWeightsDiffer
+    ├── PatchError (names the tensor)
+    │   ├── PatchDamaged
+    │   ├── PatchRefused
+    │   └── PatchUnencodable
     ├── BundleError (names the bundle and the part)
     │   ├── ManifestInvalid
     │   ├── PartMissing
@@ -12,7 +18,8 @@ ShiftbookError
     │   ├── PartMismatch
     │   └── BundleWriteFailed
     ├── SamplerStateError
-    └── LiveSnapshotDamaged
+    ├── LiveSnapshotDamaged
+    └── RecorderMisuse
 """
 
 from __future__ import annotations
@@ -34,6 +41,34 @@ class UnsupportedTensor(FingerprintError):
 
 class IncompleteFingerprint(FingerprintError):
     """Partial fingerprints do not cover each element of the logical tensor exactly once."""
+
+
+class LayoutError(FingerprintError):
+    """A declared layout does not account for each element of a stored tensor exactly once."""
+
+
+class TiedWeightsDiffer(FingerprintError):
+    """Names that were declared to be one tensor have different contents."""
+
+
+class PatchError(CheckpointError):
+    """A patch cannot be made, read or applied; `tensor` names the tensor where there is one."""
+
+    def __init__(self, message: str, *, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
+class PatchDamaged(PatchError):
+    """The bytes are no patch that this program wrote: cut off, altered, or of another format."""
+
+
+class PatchRefused(PatchError):
+    """A sound patch that does not belong on these tensors: another base, other names or shapes."""
+
+
+class PatchUnencodable(PatchError):
+    """No patch leads from these tensors to those: other names, shapes, dtypes, or NaNs."""
 
 
 class BundleError(CheckpointError):
@@ -75,3 +110,7 @@ class LiveSnapshotDamaged(CheckpointError):
     def __init__(self, message: str, *, tensor: str) -> None:
         super().__init__(message)
         self.tensor = tensor
+
+
+class RecorderMisuse(CheckpointError):
+    """The recorder was called out of order or with something that it cannot record."""

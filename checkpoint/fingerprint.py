@@ -45,6 +45,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,14 +56,18 @@ from numpy.typing import NDArray
 
 from shiftbook.checkpoint.compare import check_hex, root
 from shiftbook.checkpoint.elements import Runs, contiguous_blocks, element_view
-from shiftbook.checkpoint.errors import FingerprintError, IncompleteFingerprint
+from shiftbook.checkpoint.errors import (
+    FingerprintError,
+    IncompleteFingerprint,
+    UnsupportedTensor,
+)
+from shiftbook.checkpoint.host_sums import sum_block as sum_block_on_host
 from shiftbook.checkpoint.positions import COVER_KEY, ITEM_BYTES, KEY, MASK_64, mix, mix_array
 
 __all__ = ["Fingerprint", "fingerprint", "fingerprint_tensors", "root", "update"]
 
 _BINDING_DOMAIN = b"shiftbook-fingerprint-v1"
 _AT_ZERO = np.zeros(1, dtype=np.uint64)
-_THREADED_BYTES = 1 << 20  # below this a second thread costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,12 @@ class Fingerprint:
         """The fingerprint of no element yet: the start value when shards are added up."""
         _item_bytes(dtype)
         return cls(dtype, tuple(int(n) for n in shape), (0, 0), 0)
+
+    @classmethod
+    def whole(cls, dtype: str, shape: Sequence[int], sums: tuple[int, int]) -> Fingerprint:
+        """The fingerprint of a whole tensor whose two sums (mod 2^64) are known."""
+        blank = cls.empty(dtype, shape)
+        return cls(dtype, blank.shape, sums, _whole_cover(blank.shape))
 
     @classmethod
     def from_hex(cls, value: str, dtype: str, shape: Sequence[int]) -> Fingerprint:
@@ -143,12 +154,15 @@ def fingerprint(
     the shard stands in it: a number is the flat index of its first element, the shard being a
     contiguous range of the flattened tensor; a sequence holds the start along each axis, the shard
     being that box. `dtype` names the logical dtype where the array cannot (bf16 bits held as
-    uint16, say). Tensors are read in place; strided ones through copies of at most a few MB;
-    tensors on a device are copied to the host. `threads` > 1 splits large contiguous tensors.
+    uint16, say). Tensors are read in place, strided ones through copies of at most a few MB; one
+    on a device is summed there (copied there first when it is not contiguous). `threads` > 1
+    splits large contiguous tensors.
 
     Raises UnsupportedTensor for what is not dense and FingerprintError for a shard that does not
     fit into `shape`.
     """
+    if _on_device(tensor):
+        return _device_fingerprint(tensor, offset, shape, dtype)
     array, dtype_name = element_view(tensor, dtype)
     whole = tuple(int(n) for n in shape) if shape is not None else tuple(array.shape)
     if (
@@ -158,13 +172,13 @@ def fingerprint(
         and array.flags.c_contiguous
     ):
         # The common case, short because bundles and syncs fingerprint many small tensors.
-        sums = _sum_block(array.reshape(1, -1), _AT_ZERO, threads) if array.size else (0, 0)
+        sums = sum_block_on_host(array.reshape(1, -1), _AT_ZERO, threads) if array.size else (0, 0)
         cover = _whole_cover(whole)
     else:
         runs = Runs.of(array.shape, offset, whole)
         sums = (0, 0)
         for block, starts in contiguous_blocks(array, runs):
-            more = _sum_block(block, starts, threads)
+            more = sum_block_on_host(block, starts, threads)
             sums = (sums[0] + more[0], sums[1] + more[1])
         local = tuple(array.shape)
         cover = _cover(runs.starts(local), runs.run_length(local)) if array.size else 0
@@ -207,9 +221,59 @@ def update(
     return Fingerprint(fp.dtype, fp.shape, sums, fp.cover)
 
 
-def fingerprint_tensors(tensors: Mapping[str, Any], *, threads: int = 1) -> dict[str, str]:
-    """The 32 hex digits of each whole tensor, by name; see `root` for one digest of them all."""
-    return {name: fingerprint(t, threads=threads).hex for name, t in tensors.items()}
+def fingerprint_tensors(
+    tensors: Mapping[str, Any], *, threads: int = 1, share_hashes: bool | None = None
+) -> dict[str, str]:
+    """The 32 hex digits of each whole tensor, by name; see `root` for one digest of them all.
+
+    Faster than one call for each: threads share all tensors' words evenly, and where the processor
+    has no 64-bit vector multiplication, each position is hashed once for all tensors. That changes
+    no value; `share_hashes` forces it on or off.
+    """
+    from shiftbook.checkpoint.many_tensors import whole_sums  # numba
+
+    sums = whole_sums(tensors, threads, share_hashes)
+    return {
+        name: Fingerprint(dtype, shape, pair, _whole_cover(shape)).hex
+        for name, (dtype, shape, pair) in sums.items()
+    }
+
+
+def _on_device(tensor: Any) -> bool:
+    """True for a torch tensor that the processor cannot read in place."""
+    torch = sys.modules.get("torch")
+    return (
+        torch is not None
+        and isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and tensor.device.type not in ("cpu", "meta")
+        and type(tensor).__name__ != "DTensor"
+    )
+
+
+def _device_fingerprint(
+    tensor: Any, offset: int | Sequence[int], shape: Sequence[int] | None, dtype: str | None
+) -> Fingerprint:
+    """`fingerprint` by torch operations on the tensor's own device."""
+    from shiftbook.checkpoint.device_sums import device_bits, sum_block
+
+    name = dtype if dtype is not None else str(tensor.dtype).removeprefix("torch.")
+    if _item_bytes(name) != tensor.element_size():
+        raise UnsupportedTensor(
+            f"expected a dtype whose elements have {tensor.element_size()} bytes, found {name!r}"
+        )
+    local = tuple(int(n) for n in tensor.shape)
+    whole = tuple(int(n) for n in shape) if shape is not None else local
+    runs = Runs.of(local, offset, whole)
+    if not math.prod(local):
+        return Fingerprint.empty(name, whole)
+    starts, run_length = runs.starts(local), runs.run_length(local)
+    bits = device_bits(tensor)
+    per_element = tensor.element_size() // bits.element_size()  # 2 for complex128, else 1
+    block = bits.reshape(-1, run_length * per_element)
+    return Fingerprint(
+        name, whole, sum_block(block, starts * np.uint64(per_element)), _cover(starts, run_length)
+    )
 
 
 def _item_bytes(dtype: str) -> int:
@@ -237,68 +301,6 @@ def _whole_cover(shape: tuple[int, ...]) -> int:
 def _cover(starts: NDArray[np.uint64], run_length: int) -> int:
     ends = mix_array(COVER_KEY, starts + np.uint64(run_length))
     return int((ends - mix_array(COVER_KEY, starts)).sum(dtype=np.uint64))
-
-
-def _sum_block(block: NDArray[Any], starts: NDArray[np.uint64], threads: int) -> tuple[int, int]:
-    """Both sums over the bits `block[run, element]`; `starts` are the runs' first flat indices."""
-    item_bytes = block.dtype.itemsize
-    if item_bytes >= 4:
-        words_per_item = item_bytes // 4
-        return _sum_words(block.view(np.uint32), starts * np.uint64(words_per_item), threads)
-    per_word = 4 // item_bytes
-    if block.shape[0] == 1:  # one long range: loose elements up to a word's edge, words, the rest
-        head = min(-int(starts[0]) % per_word, block.shape[1])
-        body_end = head + (block.shape[1] - head) // per_word * per_word
-        body = block[:, head:body_end]
-        if body.size and _address(body) % 4 == 0:
-            sums = _sum_words(
-                body.view(np.uint32), (starts + np.uint64(head)) // np.uint64(per_word), threads
-            )
-            for edge, first in ((block[:, :head], 0), (block[:, body_end:], body_end)):
-                if edge.size:
-                    more = _sum_narrow(edge, starts + np.uint64(first), per_word)
-                    sums = (sums[0] + more[0], sums[1] + more[1])
-            return sums
-    whole_words = block.shape[1] % per_word == 0 and _address(block) % 4 == 0
-    if whole_words and not (starts % np.uint64(per_word)).any():
-        return _sum_words(block.view(np.uint32), starts // np.uint64(per_word), threads)
-    return _sum_narrow(block, starts, per_word)
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
-def _sum_words(
-    words: NDArray[np.uint32], first_words: NDArray[np.uint64], threads: int
-) -> tuple[int, int]:
-    from shiftbook.checkpoint.kernel import sum_words  # numba: only where something is summed
-
-    if threads <= 1 or words.shape[0] != 1 or words.nbytes < _THREADED_BYTES:
-        sum_0, sum_1 = sum_words(words, first_words)
-        return int(sum_0), int(sum_1)
-    from concurrent.futures import ThreadPoolExecutor
-
-    edges = [words.shape[1] * k // threads for k in range(threads + 1)]
-    with ThreadPoolExecutor(threads) as pool:
-        parts = list(
-            pool.map(
-                lambda k: sum_words(
-                    words[:, edges[k] : edges[k + 1]], first_words + np.uint64(edges[k])
-                ),
-                range(threads),
-            )
-        )
-    return sum(int(p[0]) for p in parts), sum(int(p[1]) for p in parts)
-
-
-def _sum_narrow(
-    elements: NDArray[Any], starts: NDArray[np.uint64], per_word: int
-) -> tuple[int, int]:
-    from shiftbook.checkpoint.kernel import sum_narrow
-
-    sum_0, sum_1 = sum_narrow(elements, starts, np.uint64(per_word.bit_length() - 1))
-    return int(sum_0), int(sum_1)
 
 
 def _word_positions(

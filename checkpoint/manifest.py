@@ -55,7 +55,8 @@ class PartRecord(_Record):
     """A part: which tensors, and which bytes of which files hold them."""
 
     kind: str
-    format: Literal["dcp", "safetensors"] = "dcp"
+    format: Literal["dcp", "safetensors", "dcp-folder"] = "dcp"
+    """The bundle's own save; safetensors files; a DCP folder that stands elsewhere."""
     external: bool = False
     """True when the bytes stand in a file that several bundles share."""
     ranges: tuple[FileRange, ...]

@@ -27,7 +27,7 @@ from shiftbook.checkpoint.manifest import (
     load_manifest,
     sha256_ranges,
 )
-from shiftbook.checkpoint.shared_parts import read_safetensors
+from shiftbook.checkpoint.stored_state import part_readers
 
 
 def restore_bundle(
@@ -56,7 +56,8 @@ def restore_bundle(
     restored = _read_saved(folder, manifest, saved) if saved else {}
     for name in wanted:
         if name not in restored:
-            restored[name] = read_safetensors(folder, name, manifest.parts[name])
+            readers = part_readers(folder, name, manifest.parts[name])
+            restored[name] = {tensor: stored.read() for tensor, stored in readers.items()}
         _check_tensors(folder, name, manifest.parts[name], restored[name])
     return {name: restored[name] for name in wanted}
 

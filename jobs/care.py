@@ -51,6 +51,9 @@ class Care:
         self._job = supervisor.assignment.job
         self._standing, self._desk, self._way = standing, desk, way
         self._training, self._done = training, done
+        self._mending = threading.Lock()
+        """Held while processes that died are brought up again."""
+        self._left = False
 
     def start(self) -> None:
         """Watch, in threads of its own."""
@@ -58,9 +61,12 @@ class Care:
         threading.Thread(target=self._notice_ended_moves, daemon=True).start()
 
     def leave(self) -> None:
-        """Let every process drop what it holds; one that died holds nothing."""
+        """Let every process drop what it holds; one that died holds nothing. From here on nothing
+        is brought up: the job is about to give its devices back."""
         import ray
 
+        with self._mending:
+            self._left = True
         for replica, status in self._fleet.statuses().items():
             if status is None or status["state"] == "idle":
                 continue
@@ -234,15 +240,17 @@ class Care:
         import ray
 
         self._way.await_move()
-        try:
-            if self._fleet.hosts[replica].component == "trainer":
-                with self._way.trainer():
+        with self._mending:
+            if self._left:
+                return True
+            try:
+                if self._fleet.hosts[replica].component == "trainer":
+                    with self._way.trainer():
+                        self.repair(self._standing.topology)
+                else:
                     self.repair(self._standing.topology)
-            else:
-                self.repair(self._standing.topology)
-        except (ShiftbookError, ray.exceptions.RayError) as error:
-            os.write(
-                2, f"repair after the loss of {replica}, again: {first_line(error)}\n".encode()
-            )
-            return False
+            except (ShiftbookError, ray.exceptions.RayError) as error:
+                line = f"repair after the loss of {replica}, again: {first_line(error)}\n"
+                os.write(2, line.encode())
+                return False
         return True

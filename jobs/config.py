@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shiftbook.checkpoint.sampler import HASH_SORT
+from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
 from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, UpdatePlan
@@ -90,6 +91,8 @@ class JobConfig(BaseModel):
     bundles: str
     base_policy: str
     ledger_url: str
+    evidence: str | None = None
+    """Folder or fsspec URL of the evidence segments; None keeps them beside the ledger."""
     mover: str = "ray"
     """Entry point of ``shiftbook.movers`` that recovery opens."""
 
@@ -199,7 +202,8 @@ def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
         },
         plan=plan_of(config),
         job_path="shiftbook.jobs.loop:TrainingLoop",
-        config=config.model_dump(mode="json"),
+        # What the ledger keeps says where it stands, and not who may come in.
+        config=config.model_dump(mode="json") | {"ledger_url": public_url(config.ledger_url)},
     )
 
 

@@ -70,7 +70,7 @@ class Outcome:
         counts = {run.schedule: run.samples for run in self.runs.values()}
         if len(set(counts.values())) > 1:
             found.append(f"samples were lost: {counts}")
-        if "dynamic" in self.runs:
+        if "dynamic" in self.runs and not self.faults:
             for strategy in ("pause", "reshard"):
                 if not self.moves["committed_with_bytes"].get(strategy):
                     found.append(f"no {strategy} with moved bytes was committed")

@@ -126,10 +126,13 @@ def roll_out(
     return time.perf_counter() - began - tool_wait_s, tool_wait_s
 
 
-def run_iterations(config: LocalConfig) -> Iterator[IterationRecord]:
+def run_iterations(
+    config: LocalConfig, on_policy: Callable[[dict[str, Tensor]], None] | None = None
+) -> Iterator[IterationRecord]:
     """Train for ``config.iterations`` iterations, giving a record after each.
 
-    Uses one thread and deterministic algorithms (set here for the process).
+    ``on_policy`` is called with the policy that each iteration starts from, and at last with the
+    one that came out. Uses one thread and deterministic algorithms (set here for the process).
     """
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -142,6 +145,8 @@ def run_iterations(config: LocalConfig) -> Iterator[IterationRecord]:
     with Toolbox(config.seed) as toolbox:
         for iteration in range(config.iterations):
             policy = publish(masters)
+            if on_policy is not None:
+                on_policy(policy)
             engine.load(policy, iteration)
             before = (engine.lane_steps, engine.steps, engine.sampled_tokens)
             first = iteration * config.groups
@@ -181,6 +186,8 @@ def run_iterations(config: LocalConfig) -> Iterator[IterationRecord]:
                 logp_gap_max=gap,
                 policy_digest=policy_digest(policy),
             )
+        if on_policy is not None:
+            on_policy(publish(masters))
 
 
 def _with_reference(

@@ -60,6 +60,8 @@ BY = "training-loop"
 CLOSE_WAIT_S = 0.25
 """Pause between two tries to close the job."""
 MOVE_WAIT_S = 0.05
+MOVES_LIMIT_S = 60.0
+"""How long a job that has ended waits for its last moves to be closed."""
 LOCK_LIMIT_S = 2.0
 """How long the loop waits for the ledger before it goes on without."""
 CLOSE_LIMIT_S = 600.0
@@ -205,9 +207,7 @@ class TrainingLoop:
     def _attempt(self) -> None:
         config = self.config
         self._ledger = Ledger.open(config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
-        path = self._ledger.path
-        assert path is not None
-        self._evidence = path.with_name(path.name + ".evidence")
+        self._evidence = config.evidence or self._ledger.beside(".evidence")
         self._gate = Gate(self._ledger, by=BY)
         self._gate.open_job(config.job, opened(config, self.devices))
         if self._ledger.state().job(config.job).status == "closed":
@@ -217,7 +217,7 @@ class TrainingLoop:
             config.job, config.ledger_url, f"loop:{config.job}", config.worker_config()
         )
         supervisor = Supervisor(self._fleet, assignment, self._standing.payload)
-        self._recording = Recording(config.ledger_url, config.job, path)
+        self._recording = Recording(config.ledger_url, config.job)
         close_open_moves(self._ledger, config, supervisor, self._standing, BY)
         start = resume_point(self._ledger, config)
         self._start(start, supervisor)
@@ -354,16 +354,30 @@ class TrainingLoop:
         event = first_used(self._standing.grant.operation, component, worker, use)
         self._recording.later([Draft(event)])
 
+    def _await_closed_moves(self) -> None:
+        """A move that was granted and did not begin is abandoned by its controller."""
+        deadline = time.monotonic() + MOVES_LIMIT_S
+        while True:
+            operations = self._ledger.state().job(self.config.job).operations.values()
+            left = [o.operation for o in operations if o.open and o.status != "proposed"]
+            if not left:
+                return
+            if time.monotonic() > deadline:
+                raise MoveFailed(
+                    f"expected {', '.join(left)} to be closed within {MOVES_LIMIT_S:.0f} s of the "
+                    f"last iteration; run `shiftbook recover {self.config.job}`"
+                )
+            self._done.wait(MOVE_WAIT_S)
+
     def _finish(self) -> None:
         """Leave all devices and close the job, when its last move and its records are through."""
         self._recording.flush()
+        self._way.close()
         while self._way.moving is not None:
-            self._desk.changed.wait(MOVE_WAIT_S)
+            self._done.wait(MOVE_WAIT_S)
         while self._recording.spooling:
             self._done.wait(CLOSE_WAIT_S)
-        job = self._ledger.state().job(self.config.job)
-        if any(o.status != "proposed" and o.open for o in job.operations.values()):
-            raise MoveFailed("a move is open at the end of the job; run `shiftbook recover`")
+        self._await_closed_moves()
         self._care.leave()
         closed = JobClosed(
             outcome="finished",

@@ -46,7 +46,7 @@ def drawn(attempt: str, iteration: Iteration, rule: str, seed: int) -> SamplesDr
 
 
 def generated(
-    attempt: str, iteration: Iteration, version: int, folder: Path
+    attempt: str, iteration: Iteration, version: int, folder: Path | str
 ) -> tuple[SamplesGenerated, SamplesRewarded]:
     """All samples of an iteration and their rewards; segments are durable on return."""
     columns: dict[str, list[Any]] = {
@@ -110,7 +110,7 @@ def generated(
 
 
 def consumed(
-    attempt: str, iteration: Iteration, version: int, plan: VirtualRankPlan, folder: Path
+    attempt: str, iteration: Iteration, version: int, plan: VirtualRankPlan, folder: Path | str
 ) -> BatchConsumed:
     """The samples as the update consumed them, taken from the batches that went into it."""
     columns: dict[str, list[Any]] = {

@@ -28,6 +28,7 @@ class RightOfWay:
         self._owner: str | None = None
         """Of the trainer: a move, or the update."""
         self._repairing = 0
+        self._closed = False
         self.moving: str | None = None
         """The move that is under way."""
 
@@ -37,10 +38,10 @@ class RightOfWay:
         return self._owner == UPDATE
 
     def begin_move(self, operation: str, components: Collection[str]) -> bool:
-        """A move is about to quiesce; False when the trainer is in the middle of an update, or a
-        repair is under way."""
+        """A move is about to quiesce; False when the trainer is in the middle of an update, while a
+        repair is under way, and once the job is about to end."""
         with self._free:
-            if self._repairing:
+            if self._closed or self._repairing:
                 return False
             if "trainer" in components:
                 if self._owner not in (None, operation):
@@ -66,6 +67,11 @@ class RightOfWay:
                 self.moving = None
             self._free.notify_all()
         self._wake()
+
+    def close(self) -> None:
+        """The job is about to end: no move begins any more."""
+        with self._free:
+            self._closed = True
 
     def await_move(self) -> None:
         """Wait until no move is under way, or for the limit."""

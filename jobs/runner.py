@@ -31,9 +31,10 @@ CONTROLLER_LIMIT_S = 10.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a job writes: one ledger, its bundles beside it."""
+    """Where a job writes: one ledger, its bundles beside it; ``url`` names a ledger elsewhere."""
 
     folder: Path
+    url: str | None = None
 
     @property
     def ledger_file(self) -> Path:
@@ -43,7 +44,7 @@ class Place:
     @property
     def ledger_url(self) -> str:
         """The ledger's URL."""
-        return f"sqlite:///{self.ledger_file.resolve()}"
+        return self.url or f"sqlite:///{self.ledger_file.resolve()}"
 
     def config(self, job: str, **values: Any) -> JobConfig:
         """A job of this place."""
@@ -67,7 +68,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         Ledger.open(self._place.ledger_url).close()
         self.file = start_head(self._slots)
-        self.file.save(cluster_path(self._place.ledger_file))
+        self.file.save(cluster_path(self._place.ledger_url))
         try:
             connect(self.file)
             self.devices = discover_devices()
@@ -88,7 +89,7 @@ class Cluster:
         """Stop the head and all its processes."""
         if self.file is not None:
             stop_head(self.file)
-            cluster_path(self._place.ledger_file).unlink(missing_ok=True)
+            cluster_path(self._place.ledger_url).unlink(missing_ok=True)
             self.file = None
 
 

@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130
 
 ORDER = [
     *("demo", "jobs", "log", "show", "state", "follow"),
-    *("verify", "prove", "check", "export", "import", "checkpoint"),
+    *("verify", "sign", "prove", "check", "export", "import", "checkpoint"),
     *("analyze", "sql", "report", "replay", "simulate"),
     *("propose", "freeze", "thaw", "recover", "serve", "key", "doctor"),
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ UNBROKEN_WIDTH = 24
 """A column that is no wider than this is never folded on a terminal."""
 
 DEFAULT_LEDGER = "sqlite:///shiftbook.db"
+EVIDENCE_VARIABLE = "SHIFTBOOK_EVIDENCE"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -62,6 +64,17 @@ def ledger_option(command: Command) -> Command:
     )(command)
 
 
+def evidence_option(command: Command) -> Command:
+    """Add ``--evidence``; the function receives ``evidence``, None for the folder beside."""
+    return click.option(
+        "--evidence",
+        envvar=EVIDENCE_VARIABLE,
+        show_envvar=True,
+        help="Folder of the evidence segments, or its URL (s3://, gs://, ...); "
+        "default: the folder beside the ledger's file.",
+    )(command)
+
+
 def format_option(default: Format = "table") -> Callable[[Command], Command]:
     """Add ``--format``; the function receives ``format_``."""
     return click.option(
@@ -74,11 +87,20 @@ def format_option(default: Format = "table") -> Callable[[Command], Command]:
     )
 
 
-def open_book(url: str, *, write: bool = False) -> Ledger:
-    """Open an existing ledger, for reading unless ``write``."""
+def open_book(url: str, *, write: bool = False, evidence: str | None = None) -> Ledger:
+    """Open an existing ledger, for reading unless ``write``.
+
+    Its evidence lies at ``evidence``, else where SHIFTBOOK_EVIDENCE says, else beside its file.
+    """
     from shiftbook.ledger.ledger import Ledger
 
-    return Ledger.open(url, create=False, read_only=not write, actor=actor() if write else None)
+    return Ledger.open(
+        url,
+        create=False,
+        read_only=not write,
+        actor=actor() if write else None,
+        evidence=evidence or os.environ.get(EVIDENCE_VARIABLE) or None,
+    )
 
 
 def actor() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from shiftbook.ledger.canonical import MAX_EVENT_BYTES, decode, encode, leaf_hash
 from shiftbook.ledger.errors import InvalidEvent
-from shiftbook.ledger.events.base import Event, parse
+from shiftbook.ledger.events.base import Event, lifted, parse
 
 SYSTEM_JOB = "shiftbook"
 """The reserved job that owns ledger-wide events."""
@@ -51,8 +51,12 @@ class StoredEvent:
     leaf: bytes = field(repr=False)
 
     def parsed(self) -> Event:
-        """Body as its model; UnknownEvent where this build does not know the type or schema."""
+        """Body as its model, lifted from an older schema; UnknownEvent where it is not known."""
         return parse(self.type, self.schema, self.body)
+
+    def lifted(self) -> dict[str, Any]:
+        """Body with the fields of the present schema; as it stands where that is not known."""
+        return lifted(self.type, self.schema, self.body)
 
     def plain(self) -> dict[str, Any]:
         """Envelope with its body as plain values, as it is printed."""

@@ -12,6 +12,14 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── InvalidEvent                an event that cannot be written as it is
 │   ├── UnknownJob / UnknownPosition / UnknownOperation
 │   ├── EvidenceError               a segment is missing, torn or altered
+│   ├── InvalidKey                  text or file that is no key for signing or verifying
+│   ├── InvalidNote                 bytes that are no signed note, or no signed head
+│   ├── ProofInvalid                a proof or signature that does not hold
+│   ├── NoSignedHead                nothing was signed that could be proved against
+│   ├── SigningRefused              the ledger does not continue what was signed before
+│   ├── PublicationFailed           a signed head did not reach a place outside the database
+│   ├── ArchiveError                an archive cannot be written, or is none, torn or altered
+│   │   └── ArchiveMismatch         the ledger holds other events than the archive
 │   └── SpoolError                  the local spool could not be written or read
 ├── GateError
 │   ├── Rejected                    a rule refused the proposal (rule and reason are named)
@@ -134,6 +142,42 @@ class UnknownOperation(LedgerError):
 
 class EvidenceError(LedgerError):
     """An evidence segment is missing, torn or altered."""
+
+
+class InvalidKey(LedgerError):
+    """A text or file that is no signing or verifier key of a signed note."""
+
+
+class InvalidNote(LedgerError):
+    """Bytes that are no signed note, or a note whose text is no head of a tree."""
+
+
+class ProofInvalid(LedgerError):
+    """A proof or a signature does not hold."""
+
+    exit_code = 1
+
+
+class NoSignedHead(LedgerError):
+    """No signed head covers what was asked for."""
+
+
+class SigningRefused(LedgerError):
+    """The ledger is no continuation of what was signed before: rolled back, rewritten or forked."""
+
+    exit_code = 1
+
+
+class PublicationFailed(LedgerError):
+    """A signed head did not reach a place outside the database; it is offered again next time."""
+
+
+class ArchiveError(LedgerError):
+    """An archive cannot be written, or the file is none, or it is torn, altered or newer."""
+
+
+class ArchiveMismatch(ArchiveError):
+    """An archive and a ledger are not of one history, or not of one that meets."""
 
 
 class SpoolError(LedgerError):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -12,34 +10,58 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shiftbook.ledger.dialect import sync_path
 from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
+from shiftbook.ledger.segment_place import LocalFolder, SegmentPlace, WritablePlace, open_place
 
 Rows: TypeAlias = "Mapping[str, Sequence[Any]] | pa.Table"
 """A table, or columns of one length by name."""
 
 
 class Beside(Protocol):
-    """Whatever has a ledger file, such as a Ledger."""
+    """Whatever has a ledger file, such as a Ledger; ``evidence`` may name another place."""
 
     @property
     def path(self) -> Path | None: ...
 
 
+Place: TypeAlias = "Beside | Path | str | SegmentPlace"
+"""A ledger, the folder of its segments, the folder's URL, or what holds segments itself."""
+
+
 def evidence_folder(place: Beside | Path) -> Path:
-    """Folder of the segments of a ledger; a path is that folder itself."""
+    """Folder of the segments beside a ledger; a path is that folder itself."""
     if isinstance(place, Path):
         return place
     if place.path is None:
         raise EvidenceError(
             "expected a ledger in a file, whose segments lie beside it, found one in a server; "
-            "name the folder instead"
+            "name the folder or its URL instead (SHIFTBOOK_EVIDENCE, or --evidence)"
         )
     return place.path.with_name(place.path.name + ".evidence")
 
 
-def write_segment(place: Beside | Path, rows: Rows) -> Segment:
+def segment_place(place: Place) -> SegmentPlace:
+    """What holds the segments of a ledger: the place that it names, else the folder beside it."""
+    if isinstance(place, Path | str):
+        return open_place(place)
+    if isinstance(place, SegmentPlace):
+        return place
+    named: Path | str | None = getattr(place, "evidence", None)
+    return LocalFolder(evidence_folder(place)) if named is None else open_place(named)
+
+
+def writable_place(place: Place) -> WritablePlace:
+    """As ``segment_place``; raise EvidenceError where segments can only be read."""
+    found = segment_place(place)
+    if not isinstance(found, WritablePlace):
+        raise EvidenceError(
+            "expected a folder that takes evidence, found an archive; import it into a ledger"
+        )
+    return found
+
+
+def write_segment(place: Place, rows: Rows) -> Segment:
     """Write rows as a segment, durable on return; the same rows give the same file.
 
     ``rows`` is a table or ``{column: values}`` with columns of one length. Raises EvidenceError.
@@ -47,35 +69,47 @@ def write_segment(place: Beside | Path, rows: Rows) -> Segment:
     return write_segments(place, [rows])[0]
 
 
-def write_segments(place: Beside | Path, many: Sequence[Rows]) -> list[Segment]:
+def write_segments(place: Place, many: Sequence[Rows]) -> list[Segment]:
     """Write several segments, which costs less than one by one: the folder is synced once."""
-    folder = evidence_folder(place)
-    try:
-        if not folder.is_dir():
-            folder.mkdir(exist_ok=True)
-            sync_path(folder.parent)
-        segments = [_write(folder, _table(rows)) for rows in many]
-        sync_path(folder)
-    except OSError as error:
-        raise EvidenceError(
-            f"expected to write evidence to {folder}, found: {error.strerror or error}; "
-            "make the folder writable and give it space"
-        ) from error
-    return segments
+    made = [_file(_table(rows)) for rows in many]
+    if made:
+        target = writable_place(place)
+        for segment, data in made:
+            target.put(segment.sha256, data)
+        target.settle()
+    return [segment for segment, _ in made]
 
 
 def _table(rows: Rows) -> pa.Table:
     if isinstance(rows, pa.Table):
         return rows
     try:
-        return pa.table({name: pa.array(values) for name, values in rows.items()})
+        return pa.table({name: _array(values) for name, values in rows.items()})
     except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
         raise EvidenceError(
             f"expected columns of one length, each of one type, found others ({error})"
         ) from error
 
 
-def _write(folder: Path, table: pa.Table) -> Segment:
+_TYPES: Mapping[type, Any] = {str: pa.string(), int: pa.int64(), float: pa.float64()}
+
+
+def _array(values: Sequence[Any]) -> pa.Array:
+    """A column; the type is named where the first value tells it.
+
+    Left to infer it, pyarrow looks for pandas at each call, which takes longer than the column.
+    """
+    kind = _TYPES.get(type(values[0])) if len(values) else None
+    if kind is None:
+        return pa.array(values)
+    try:
+        return pa.array(values, type=kind)
+    except (pa.ArrowException, OverflowError):  # mixed, or numbers above 63 bits
+        return pa.array(values)
+
+
+def _file(table: pa.Table) -> tuple[Segment, bytes]:
+    """A segment and the bytes of its file."""
     sink = pa.BufferOutputStream()
     # Nothing that depends on the machine or the time enters the file. Digests and uids differ
     # from row to row, so a dictionary would only be a second copy of them.
@@ -87,60 +121,82 @@ def _write(folder: Path, table: pa.Table) -> Segment:
         write_statistics=False,
         store_schema=False,
     )
-    data = sink.getvalue()
-    sha256 = hashlib.sha256(data).hexdigest()
-    target = folder / f"{sha256}.parquet"
-    # A file under its final name is complete and synced; one that was damaged since is replaced.
-    if not _intact(target, len(data)):
-        draft = folder / f".{sha256}.{secrets.token_hex(4)}"
-        try:
-            with draft.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fdatasync(file.fileno())
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
-    return Segment(
-        sha256=sha256, rows=table.num_rows, columns=tuple(table.column_names), bytes=len(data)
+    data = sink.getvalue().to_pybytes()
+    segment = Segment(
+        sha256=segment_sha256(data),
+        rows=table.num_rows,
+        columns=tuple(table.column_names),
+        types=column_types(pq.read_schema(pa.BufferReader(data))),
+        bytes=len(data),
     )
+    return segment, data
 
 
-def _intact(target: Path, size: int) -> bool:
-    """True where the file stands with its size and content."""
-    try:
-        if target.stat().st_size != size:
-            return False
-        return hashlib.sha256(target.read_bytes()).hexdigest() == target.stem
-    except FileNotFoundError:
-        return False
+def segment_sha256(data: bytes) -> str:
+    """Name of a segment by the bytes of its file."""
+    return hashlib.sha256(data).hexdigest()
 
 
-def read_segment(place: Beside | Path, segment: Segment) -> pa.Table:
+def column_types(schema: pa.Schema) -> tuple[str, ...]:
+    """Kind of each column: ``text``, ``int64``, ``float64``, ``bool``, ``list<...>`` and so on."""
+    return tuple(_kind(field.type) for field in schema)
+
+
+def _kind(type_: pa.DataType) -> str:
+    # Names of our own, since those of the library change with its versions.
+    is_ = pa.types
+    if is_.is_string(type_) or is_.is_large_string(type_):
+        return "text"
+    if is_.is_integer(type_):
+        return f"{'u' if is_.is_unsigned_integer(type_) else ''}int{type_.bit_width}"
+    if is_.is_floating(type_):
+        return f"float{type_.bit_width}"
+    if is_.is_boolean(type_):
+        return "bool"
+    if is_.is_binary(type_) or is_.is_large_binary(type_) or is_.is_fixed_size_binary(type_):
+        return "bytes"
+    if is_.is_list(type_) or is_.is_large_list(type_) or is_.is_fixed_size_list(type_):
+        return f"list<{_kind(type_.value_type)}>"
+    if is_.is_struct(type_):
+        return f"struct<{', '.join(f'{f.name}: {_kind(f.type)}' for f in type_)}>"
+    return "none" if is_.is_null(type_) else "other"
+
+
+def read_segment(place: Place, segment: Segment) -> pa.Table:
     """Read a segment; raise EvidenceError where it is missing, torn, altered or not as bound."""
-    path = evidence_folder(place) / f"{segment.sha256}.parquet"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise EvidenceError(
-            f"expected evidence at {path}, found: {error.strerror}; restore it from a copy"
-        ) from error
-    found = hashlib.sha256(data).hexdigest()
+    source = segment_place(place)
+    data = source.get(segment.sha256)
+    where = source.where(segment.sha256)
+    if data is None:
+        raise EvidenceError(f"expected evidence at {where}, found none; restore it from a copy")
+    found = segment_sha256(data)
     if found != segment.sha256:
         raise EvidenceError(
-            f"expected {path} with SHA-256 {segment.sha256} and {segment.bytes} bytes, found "
+            f"expected {where} with SHA-256 {segment.sha256} and {segment.bytes} bytes, found "
             f"{found} and {len(data)} bytes; restore it from a copy"
         )
     try:
         # A segment is small: threads, and looking for partitions, would take six times as long.
         table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        raise EvidenceError(f"expected Parquet in {path}, found other bytes ({error})") from error
-    columns = tuple(table.column_names)
-    if (table.num_rows, columns, len(data)) != (segment.rows, segment.columns, segment.bytes):
+        said = " ".join(str(error).split())[:200]
+        raise EvidenceError(f"expected Parquet in {where}, found other bytes ({said})") from error
+    bound = _told(segment.rows, segment.columns, segment.types, segment.bytes)
+    types = None if segment.types is None else column_types(table.schema)
+    held = _told(table.num_rows, tuple(table.column_names), types, len(data))
+    if bound != held:
         raise EvidenceError(
-            f"expected {segment.rows} rows of {', '.join(segment.columns)} in {segment.bytes} "
-            f"bytes in {path}, found {table.num_rows} rows of {', '.join(columns)} in "
-            f"{len(data)}; the event that binds it is wrong"
+            f"expected {bound} in {where}, found {held}; the event that binds it is wrong"
         )
     return table
+
+
+def _told(
+    rows: int, columns: tuple[str, ...], types: tuple[str, ...] | None, size_bytes: int
+) -> str:
+    """Row count, schema and size in words."""
+    if types is not None and len(types) == len(columns):
+        columns = tuple(f"{name} {kind}" for name, kind in zip(columns, types, strict=True))
+    elif types is not None:
+        columns = (*columns, f"with types {', '.join(types)}")
+    return f"{rows} rows of {', '.join(columns)} in {size_bytes} bytes"

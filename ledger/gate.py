@@ -150,7 +150,7 @@ class Gate(JobDoor, SyncDoor):
             devices = involved_devices(known.before, known.after)
             event = ReallocationGranted(
                 devices=devices,
-                step_limit_s=current.plan.moves.step_limit_s,
+                step_limit_s=current.plan.moves.limit_s(known.strategy),
                 controller=self.controller,
                 mover=mover,
             )

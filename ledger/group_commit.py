@@ -1,7 +1,8 @@
 """Group commit: concurrent appends of one process share one transaction, a lone one waits for none.
 
-There is no thread and no timer. Whoever gets the commit lock commits everything that queued up
-while the one before was committing; the others find their request done when they get the lock.
+There is no thread and no timer. Whoever gets the turn commits everything that queued up while the
+one before was committing. Those whose request it took along leave at once, without a turn of their
+own: they come back with their next request while the next commit is made, and so share one again.
 """
 
 from __future__ import annotations
@@ -49,42 +50,53 @@ class Request:
 
 
 class GroupCommit:
-    """The queue of appends of one handle, and the lock that its committers share."""
+    """The queue of appends of one handle, and the turn that its committers take."""
 
     def __init__(self, commit: Callable[[Sequence[Request]], None], timeout_s: float) -> None:
         self._commit = commit
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
+        self._turn = threading.Condition()
+        self._busy = False
         self._holder: int | None = None
         self._queue: deque[Request] = deque()
 
     def submit(self, request: Request) -> Receipt:
         """Have a request committed, by this thread or by the one that is ahead of it."""
         self._refuse_nested()
-        self._queue.append(request)
-        if not self._lock.acquire(timeout=self._timeout_s):
-            self._withdraw(request)
+        with self._turn:
+            self._queue.append(request)
+            if not self._turn.wait_for(lambda: request.done or not self._busy, self._timeout_s):
+                self._withdraw(request)
+            if request.done:
+                return request.result()
+            self._take_turn()
         try:
-            self._holder = threading.get_ident()
             while not request.done:
                 self._commit_next()
         finally:
-            self._holder = None
-            self._lock.release()
+            self._end_turn()
         return request.result()
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Hold the commit lock; queued appends wait until it is given back."""
+        """Keep the turn; queued appends wait until it is given back."""
         self._refuse_nested()
-        if not self._lock.acquire(timeout=self._timeout_s):
-            raise self._too_long()
+        with self._turn:
+            if not self._turn.wait_for(lambda: not self._busy, self._timeout_s):
+                raise self._too_long()
+            self._take_turn()
         try:
-            self._holder = threading.get_ident()
             yield
         finally:
-            self._holder = None
-            self._lock.release()
+            self._end_turn()
+
+    def _take_turn(self) -> None:
+        self._busy, self._holder = True, threading.get_ident()
+
+    def _end_turn(self) -> None:
+        with self._turn:
+            self._busy, self._holder = False, None
+            self._turn.notify_all()
 
     def _commit_next(self) -> None:
         group: list[Request] = []
@@ -114,7 +126,7 @@ class GroupCommit:
         try:
             self._queue.remove(request)
         except ValueError:
-            self._lock.acquire()
+            self._turn.wait_for(lambda: request.done or not self._busy)
             return
         raise self._too_long()
 

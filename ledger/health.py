@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from shiftbook.ledger.errors import ShiftbookError
+from shiftbook.ledger.checks import Check, Status
+from shiftbook.ledger.dialect import public_url
+from shiftbook.ledger.errors import MissingExtra, ShiftbookError
 
 if TYPE_CHECKING:
     from shiftbook.ledger.ledger import Ledger
-
-Status = Literal["ok", "warning", "wrong"]
 
 GIB = 1 << 30
 LEAST_CORES = 2
@@ -50,21 +50,11 @@ MOUNTS = Path("/proc/self/mountinfo")
 
 EXTRAS = {
     "job": ("torch", "ray", "numba", "numpy", "safetensors"),
-    "postgres": ("psycopg", "adbc_driver_postgresql"),
+    "postgres": ("psycopg",),
     "service": ("fastapi", "uvicorn", "prometheus_client"),
     "test": ("pytest", "hypothesis"),
 }
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that was looked at."""
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
 
 
 def examine(ledger_url: str, *, must_exist: bool) -> list[Check]:
@@ -81,7 +71,7 @@ def examine(ledger_url: str, *, must_exist: bool) -> list[Check]:
     folder = _folder_of(ledger_url)
     if folder is not None:
         checks += [check_file_system(folder), check_disk(folder)]
-    return checks + list(check_ledger(ledger_url, must_exist=must_exist))
+    return checks + check_server(ledger_url) + list(check_ledger(ledger_url, must_exist=must_exist))
 
 
 def usable_cores() -> int:
@@ -305,6 +295,18 @@ def check_disk(folder: Path) -> Check:
     return Check("disk space", status, found, f"make room, or use another disk: du -xsh {folder}/*")
 
 
+def check_server(url: str) -> list[Check]:
+    """Server, durability and grants of a ledger in a server; nothing for one in a file."""
+    if not url.startswith("postgresql+"):
+        return []
+    try:
+        from shiftbook.ledger.postgres_health import examine_server
+    except ImportError:
+        missing = MissingExtra("postgres", "psycopg")
+        return [Check("server", "wrong", str(missing), "pip install 'shiftbook[postgres]'")]
+    return list(examine_server(url))
+
+
 def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> Iterator[Check]:
     """The ledger opens, where it ends, and whether the clock stands behind its last event."""
     from shiftbook.ledger.ledger import Ledger
@@ -324,9 +326,11 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
             ledger.state()
     except ShiftbookError as error:
         said = " ".join(str(error).split())
-        yield Check("ledger", "wrong", said, f"ls -l {path or url}; shiftbook log --ledger {url}")
+        look = f"ls -l {path}; " if path is not None else ""
+        yield Check("ledger", "wrong", said, f"{look}shiftbook log --ledger {_shown(url)}")
         return
-    yield Check("ledger", "ok", f"{head.size} events of {len(jobs)} jobs, head {leaf} ({url})")
+    shown = _shown(url)
+    yield Check("ledger", "ok", f"{head.size} events of {len(jobs)} jobs, head {leaf} ({shown})")
     if path is not None and not os.access(path, os.W_OK):
         yield Check("ledger access", "warning", f"{path} may only be read", f"chmod u+w {path}")
     if last_ns is not None:
@@ -335,6 +339,13 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
         yield check_steps(steps)
     if signed is not None:
         yield check_unsigned(head.size, signed)
+
+
+def _shown(url: str) -> str:
+    try:
+        return public_url(url)
+    except ShiftbookError:
+        return "URL"
 
 
 def check_clock(last_ns: int, now_ns: int) -> Check:

@@ -24,11 +24,9 @@ from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.store import Store
 from shiftbook.ledger.tables import StoredRow
 from shiftbook.ledger.transaction import Transaction
+from shiftbook.ledger.tree import Tree
 
 __all__ = ["Decision", "Head", "Ledger", "Receipt"]
-
-POLL_S = 0.05
-"""Pause of ``follow`` between two looks at the head."""
 
 CLOCK_MARGIN_S = 60
 """Clocks of writers may differ by so much without an event being missed by its time."""
@@ -50,13 +48,18 @@ def _default_actor() -> str:
 class Ledger:
     """A handle on a ledger; safe to share between threads, opened anew in each process."""
 
-    def __init__(self, store: Store, *, lock_timeout_s: float) -> None:
+    def __init__(
+        self, store: Store, *, lock_timeout_s: float, evidence: Path | str | None = None
+    ) -> None:
         self._store = store
         self._group = GroupCommit(self._commit, lock_timeout_s)
         self._folded = threading.local()
         self._closing = threading.Event()
         self.url: str = store.dialect.url
         self.path: Path | None = store.dialect.path
+        self.evidence: Path | str | None = evidence
+        if evidence is None and self.path is None:
+            self.evidence = self.beside(".evidence")
         self.writer: str = store.writer
         self.actor: str = store.actor
         self.read_only: bool = store.read_only
@@ -70,14 +73,16 @@ class Ledger:
         read_only: bool = False,
         writer: str | None = None,
         actor: str | None = None,
+        evidence: Path | str | None = None,
         lock_timeout_s: float = 10.0,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> Ledger:
         """Open a ledger by its URL, making it where there is none and ``create`` allows it.
 
         ``writer`` names this handle's events (default: a new name for each handle), ``actor``
-        says who acts (self-claimed), ``lock_timeout_s`` is the longest wait for the append lock,
-        ``now_ns`` the clock of ``recorded_ns`` (UTC nanoseconds).
+        says who acts (self-claimed), ``evidence`` is the folder of the segments or its URL (any
+        that fsspec knows; default: a folder beside the ledger's file), ``lock_timeout_s`` is the
+        longest wait for the append lock, ``now_ns`` the clock of ``recorded_ns`` (UTC nanoseconds).
 
         Raises InvalidURL, NotALedger, NewerLedger or LedgerUnreachable.
         """
@@ -89,7 +94,7 @@ class Ledger:
             actor=actor or _default_actor(),
             now_ns=now_ns,
         )
-        return cls(store, lock_timeout_s=lock_timeout_s)
+        return cls(store, lock_timeout_s=lock_timeout_s, evidence=evidence)
 
     def append(
         self,
@@ -120,7 +125,8 @@ class Ledger:
         """Append what ``fn`` returns for the state at the head, with nobody appending in between.
 
         ``fn`` runs under the append lock of all processes: keep it short, and do not append in
-        it. The events of its decision get the positions ``state.size``, ``state.size + 1``, ...
+        it. Where the connection to a server breaks, ``fn`` is called again, with the state of then.
+        The events of its decision get the positions ``state.size``, ``state.size + 1``, ...
         The state is not to be changed. Legality is the gate's to check. Returns None where ``fn``
         decided nothing.
         """
@@ -135,11 +141,23 @@ class Ledger:
             )
 
         with self._group.alone():
+            # Most of the fold before the lock: nobody waits for a handle that reads a long book.
+            self._fold(None)
             return self._store.transact(work)
+
+    def restore(self, events: Sequence[StoredEvent]) -> None:
+        """Append events of another copy of this ledger, with the bytes and positions they have.
+
+        All or nothing, and durable on return. Raises InvalidEvent where they are not the next
+        ones, LedgerUnreachable or AppendInDoubt.
+        """
+        with self._group.alone():
+            self._store.transact(lambda transaction: transaction.restore(events))
 
     def _commit(self, group: Sequence[Request]) -> None:
         def work(transaction: Transaction) -> None:
             for request in group:
+                request.receipt = request.error = None  # of a try whose connection broke
                 try:
                     request.receipt = transaction.append(request)
                 except LedgerError as error:
@@ -240,20 +258,31 @@ class Ledger:
         return low
 
     def follow(
-        self, after: int = -1, *, poll_s: float = POLL_S, stop: threading.Event | None = None
+        self,
+        after: int = -1,
+        *,
+        poll_s: float | None = None,
+        stop: threading.Event | None = None,
     ) -> Iterator[StoredEvent]:
         """Every event after a position, in order and once, and then each new one as it comes.
 
-        Ends when ``stop`` is set or the handle is closed.
+        Looks at the head every ``poll_s`` (default: 0.05 on SQLite; 0.5 on PostgreSQL, which
+        tells of commits as well). Ends when ``stop`` is set or the handle is closed.
         """
         stop = stop or self._closing
+        poll_s = self._store.dialect.poll_s if poll_s is None else poll_s
+        waker = self._store.waker()
         while not self._closing.is_set():
             for stored in self.read(after):
                 yield stored
                 after = stored.position
                 if stop.is_set() or self._closing.is_set():
                     return
-            if stop.wait(poll_s):
+            if waker is None:
+                stop.wait(poll_s)
+            else:
+                waker.wait(poll_s, stop)
+            if stop.is_set():
                 return
 
     def head(self) -> Head:
@@ -271,7 +300,7 @@ class Ledger:
         # Each thread folds its own state, so none changes while another looks at it.
         folding: Folding | None = getattr(self._folded, "folding", None)
         if folding is None:
-            snapshots = Snapshots.beside(self.path)
+            snapshots = Snapshots.beside(self._store.dialect)
             folding = Folding(self._store.rows, self._store.jobs, snapshots)
             self._folded.folding = folding
         size = self._store.head().size if size is None else size
@@ -281,6 +310,14 @@ class Ledger:
             # Half an event may have been taken in; the next call begins anew.
             self._folded.folding = None
             raise
+
+    def beside(self, suffix: str) -> Path:
+        """A file or folder of this machine that belongs to this ledger, see ``Dialect.beside``."""
+        return self._store.dialect.beside(suffix)
+
+    def tree(self) -> Tree:
+        """The Merkle tree over the events, as it is stored, and its signed heads."""
+        return Tree(self._store)
 
     def jobs(self) -> list[str]:
         """Names of the jobs, in the order in which they came."""

@@ -1,8 +1,9 @@
 """A columnar copy of the ledger in DuckDB, made by position: what analytics and the report read.
 
-The copy stands beside the ledger (``<ledger>.mirror.duckdb``), or in memory where that folder
-cannot be written. It is built under a lock, read through a read-only connection that can reach
-no file, and may be deleted at any time. The tables are the ``.sql`` files beside this module.
+The copy stands beside the ledger (``<ledger>.mirror.duckdb``), that of a server's ledger in the
+user's cache folder, or in memory where such a folder cannot be written. It is built under a lock,
+read through a read-only connection that can reach no file, and may be deleted at any time. The
+tables are the ``.sql`` files beside this module.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ FRESH = ("fresh", "fresh_windows")
 """What is made of the events of a batch before any table takes them in, by the ``.sql`` file of
 its name."""
 
-LAYOUT = 2
+LAYOUT = 3
 """Version of the tables; a mirror of another layout is built again from the first event."""
 
 BATCH_EVENTS = 61_440
@@ -110,8 +111,8 @@ class Mirror:
 
         Raises LedgerUnreachable where another process builds it for longer than a minute.
         """
-        path = None if in_memory or ledger.path is None else mirror_path(ledger.path)
-        if path is None or os.fspath(path) in _open_here or not os.access(path.parent, os.W_OK):
+        path = None if in_memory else _writable(ledger)
+        if path is None or os.fspath(path) in _open_here:
             return cls._in_memory(ledger)
         with _locked(path):
             try:
@@ -157,9 +158,16 @@ class Mirror:
         self.close()
 
 
-def mirror_path(ledger_path: Path) -> Path:
-    """Where the copy of a ledger file stands."""
-    return ledger_path.with_name(ledger_path.name + ".mirror.duckdb")
+def _writable(ledger: Ledger) -> Path | None:
+    """Where the copy of a ledger stands; None where nothing can be written there."""
+    try:
+        path = ledger.beside(".mirror.duckdb")
+        if ledger.path is None:
+            # In the user's cache, and like the ledger nobody else's to read.
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (OSError, RuntimeError):  # no room, or a user without a home
+        return None
+    return path if os.access(path.parent, os.W_OK) else None
 
 
 @contextlib.contextmanager

@@ -26,6 +26,12 @@ class DataPlan(_Part):
     seed: int
     epochs: int = Field(default=1, ge=1)
     rng_keys: tuple[str, ...] = ("job_seed", "uid", "turn", "position")
+    first_streams: dict[str, str] = Field(
+        default_factory=dict, description="digest of each owner's random state at the start"
+    )
+    shared_streams: tuple[tuple[str, ...], ...] = Field(
+        default=(), description="owners whose random states are equal on purpose, group by group"
+    )
 
 
 class SamplingPlan(_Part):
@@ -54,8 +60,18 @@ class UpdatePlan(_Part):
     clip_norm: float | None = None
     loss_terms: dict[str, float] = Field(default_factory=dict)
     divisor: Literal["tokens", "samples"] = "tokens"
+    dealing: Literal["blocks", "any"] = Field(
+        default="any", description="groups to virtual ranks: blocks in order of uid, or freely"
+    )
     epochs_per_batch: int = Field(default=1, ge=1)
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")
+    clip_range: float | None = Field(default=None, description="of the importance ratio")
+    truncation: float | None = Field(default=None, description="of engine-to-trainer weights")
+    ema_decay: float | None = None
+    dropout: float | None = Field(default=None, ge=0, lt=1, description="share left out")
+    controllers: dict[str, dict[str, float | str]] = Field(
+        default_factory=dict, description="by name: rule and its constants"
+    )
 
     @model_validator(mode="after")
     def _virtual_ranks_are_a_power_of_two(self) -> UpdatePlan:
@@ -75,8 +91,15 @@ class MovePlan(_Part):
         default=16, ge=1, description="gains outside their interval in a row, then safe mode"
     )
     step_limit_s: float = Field(default=20.0, gt=0, description="time limit of one gate step")
+    reboot_limit_s: float = Field(
+        default=120.0, gt=0, description="the same where processes start anew and load a bundle"
+    )
     allow: tuple[str, ...] = ("pause", "reshard", "reboot")
     rules_may_thaw: tuple[str, ...] = ()
+
+    def limit_s(self, strategy: str) -> float:
+        """Time limit of one gate step of a move with this strategy, in seconds."""
+        return self.reboot_limit_s if strategy == "reboot" else self.step_limit_s
 
 
 class TrainingView(_Part):
@@ -103,6 +126,7 @@ class Plan(_Part):
     schema_version: int = 1
     seed: int
     iterations: int = Field(ge=0)
+    objective: Literal["rl", "sft"] = "rl"
     data: DataPlan
     sampling: SamplingPlan
     update: UpdatePlan

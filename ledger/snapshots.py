@@ -1,7 +1,8 @@
 """Folded states on disk, so that a job is known without reading all that it ever did.
 
-A snapshot is derived and disposable. It lies beside the ledger (``<ledger>.snapshots/``), a file
-for each job and one for what the jobs share, and names the event up to which it was folded. It is
+A snapshot is derived and disposable. It lies beside the ledger (``<ledger>.snapshots/``; that of a
+server's ledger in the user's cache folder), a file for each job and one for what the jobs share,
+and names the event up to which it was folded. It is
 used only where the file is whole, was made by the same code, and that event still stands in the
 ledger with the same bytes; otherwise the events are folded again. The verifier never looks here.
 
@@ -28,6 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_json
 
 from shiftbook.ledger.canonical import leaf_hash
+from shiftbook.ledger.dialect import Dialect
 from shiftbook.ledger.state import JobState, LeaseState
 from shiftbook.ledger.tables import StoredRow
 
@@ -116,11 +118,12 @@ class Snapshots:
         self._folder = folder
 
     @classmethod
-    def beside(cls, ledger_path: Path | None) -> Snapshots:
-        """Snapshots of a ledger file; none for a ledger that is no file."""
-        if ledger_path is None:
+    def beside(cls, dialect: Dialect) -> Snapshots:
+        """Snapshots on this machine of a ledger, in a file or in a server (``Dialect.beside``)."""
+        try:
+            return cls(dialect.beside(".snapshots"))
+        except RuntimeError:  # a user without a home
             return cls(None)
-        return cls(ledger_path.with_name(ledger_path.name + ".snapshots"))
 
     def job(self, name: str) -> Snapshot[JobState] | None:
         """The snapshot of a job, if there is a usable one; its event is still to be checked."""
@@ -149,7 +152,10 @@ class Snapshots:
         path = self._path(name)
         draft = path.with_name(f"{path.name}.new-{os.getpid()}-{id(snapshot)}")
         try:
-            self._folder.mkdir(exist_ok=True)
+            if not self._folder.is_dir():
+                # That of a server's ledger is, like the ledger, nobody else's to read.
+                self._folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._folder.mkdir(exist_ok=True)
             draft.write_bytes(hashlib.sha256(content).digest() + content)
             draft.replace(path)
         except OSError:

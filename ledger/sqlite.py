@@ -106,7 +106,9 @@ class SqliteDialect(Dialect):
                 ) from error
         finally:
             for suffix in ("", "-wal", "-shm", "-journal"):
-                draft.with_name(draft.name + suffix).unlink(missing_ok=True)
+                # A draft that cannot be removed is in nobody's way.
+                with contextlib.suppress(OSError):
+                    draft.with_name(draft.name + suffix).unlink()
             self._lock.release()
 
     def writer(self) -> Connection:
@@ -130,17 +132,34 @@ class SqliteDialect(Dialect):
                     "keep the ledger on a local file system"
                 )
             self._unchecked_bytes = self._log_bytes()
+            self._sync_folder()
         except BaseException:
             connection.close()
             raise
         return connection
+
+    def _sync_folder(self) -> None:
+        """Make the log's name durable: SQLite tries that too, and does not look what came of it.
+
+        A log without a name would take every commit in it along in a power cut.
+        """
+        try:
+            sync_path(self.path.parent)
+        except OSError as error:
+            raise LedgerUnreachable(
+                f"expected to sync the folder {self.path.parent}, found: {error.strerror}; "
+                "nothing was written; check the disk, and open the ledger again"
+            ) from error
 
     def reader(self) -> Connection:
         """Open for reading only, also in a folder that cannot be written."""
         try:
             return self._connect("mode=ro")
         except LedgerUnreachable:
-            if self._log_bytes() or not self.path.is_file():
+            # Where the folder can be written, the log's index could not be made for another reason,
+            # such as a full disk; a reader that looks at the file alone would miss what follows.
+            writable = os.access(self.path.parent, os.W_OK)
+            if writable or self._log_bytes() or not self.path.is_file():
                 raise
             # Without a log the file is all there is, and nobody can be writing here.
             return self._connect("immutable=1")
@@ -201,6 +220,17 @@ class SqliteDialect(Dialect):
             "written; end this process, and read the ledger through its handle alone"
         )
 
+    def beside(self, suffix: str) -> Path:
+        """Beside the ledger's file."""
+        return self.path.with_name(self.path.name + suffix)
+
+    def columns(self, connection: Connection, table: str) -> set[str]:
+        """Ask SQLite, which gives no row for a table that is not there."""
+        found = connection.execute("SELECT name FROM pragma_table_info(?)", (table,)).fetchall()
+        # A damaged name need not be text.
+        names = (row[0] for row in found)
+        return {n.decode("utf-8", "replace") if isinstance(n, bytes) else str(n) for n in names}
+
     def is_ledger(self, connection: Connection) -> bool:
         """Look at the application id in the file's header."""
         return bool(connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID)
@@ -249,7 +279,29 @@ class SqliteDialect(Dialect):
             "SELECT RAISE(ABORT, 'events: append only, no UPDATE'); END",
             "CREATE TRIGGER events_delete BEFORE DELETE ON events BEGIN "
             "SELECT RAISE(ABORT, 'events: append only, no DELETE'); END",
+            *self.tree_triggers(),
         )
+
+    def tree_triggers(self) -> Sequence[str]:
+        """Heads grow and cover events that are there; nodes of a level follow each other."""
+        refused = {
+            "heads": "NEW.size <= (SELECT coalesce(max(size), 0) FROM heads) OR "
+            "NEW.size > (SELECT coalesce(max(position), -1) + 1 FROM events)",
+            "nodes": "NEW.level < 1 OR NEW.number IS NOT "
+            "(SELECT coalesce(max(number), -1) + 1 FROM nodes WHERE level = NEW.level)",
+        }
+        return [
+            text
+            for table, wrong in refused.items()
+            for text in (
+                f"CREATE TRIGGER {table}_insert BEFORE INSERT ON {table} WHEN {wrong} "
+                f"BEGIN SELECT RAISE(ABORT, '{table}: not the next one'); END",
+                f"CREATE TRIGGER {table}_update BEFORE UPDATE ON {table} "
+                f"BEGIN SELECT RAISE(ABORT, '{table}: append only, no UPDATE'); END",
+                f"CREATE TRIGGER {table}_delete BEFORE DELETE ON {table} "
+                f"BEGIN SELECT RAISE(ABORT, '{table}: append only, no DELETE'); END",
+            )
+        ]
 
     def explain(self, error: Exception, *, committing: bool = False) -> LedgerError:
         """Map SQLite's result codes; see https://www.sqlite.org/rescode.html."""

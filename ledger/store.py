@@ -6,13 +6,15 @@ import contextlib
 import heapq
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.dialect import Connection, Dialect, abandon
+from shiftbook.ledger.connections import Connections, Patience
+from shiftbook.ledger.derived import HEAD, revision_of, upgrade
+from shiftbook.ledger.dialect import Connection, Dialect, Waker
 from shiftbook.ledger.errors import (
     AppendInDoubt,
     LedgerError,
@@ -43,39 +45,29 @@ COMMIT_BYTES = 20_000
 T = TypeVar("T")
 
 
-class _Connections:
-    """Both connections of a handle, closed in a safe way however the handle ends."""
+@dataclass(frozen=True)
+class _Lost:
+    """A commit whose answer did not come: what tells whether it stands, and its outcome."""
 
-    def __init__(self) -> None:
-        self.reader: Connection | None = None
-        self.writer: Connection | None = None
-        self.pid = os.getpid()
-
-    def close(self, dialect: Dialect) -> None:
-        """Close the reader first, so that the writer's close can tidy the log away."""
-        reader, self.reader = self.reader, None
-        writer, self.writer = self.writer, None
-        if os.getpid() != self.pid:
-            _abandon(reader, writer)
-            return
-        try:
-            # Closing the writer may checkpoint, which must not meet another writer.
-            if writer is not None:
-                dialect.lock()
-            for connection in (reader, writer):
-                if connection is not None:
-                    dialect.check_log(connection)
-                    connection.close()
-        except LedgerError:
-            _abandon(reader, writer)
-        finally:
-            dialect.close()
+    position: int
+    leaf: bytes
+    size: int
+    result: Any
 
 
-def _abandon(*connections: Connection | None) -> None:
-    for connection in connections:
-        if connection is not None:
-            abandon(connection)
+class _Broken(Exception):
+    """The connection is gone: ``lost`` in a commit, or ``away`` where none could be made."""
+
+    def __init__(
+        self, explained: LedgerError, lost: _Lost | None = None, *, away: bool = False
+    ) -> None:
+        super().__init__(str(explained))
+        self.explained, self.lost, self.away = explained, lost, away
+
+
+def _lost(transaction: Transaction, result: Any) -> _Lost:
+    first = transaction.rows[0]
+    return _Lost(first[0], first[-1], transaction.size, result)
 
 
 class Store:
@@ -98,14 +90,14 @@ class Store:
         self.statements = Statements(dialect)
         self._known = KnownHead()
         self._now_ns = now_ns
-        self._open = _Connections()
+        self._open = Connections(dialect)
         # Also when the handle is only dropped, or the program ends without closing it.
-        weakref.finalize(self, self._open.close, dialect)
+        weakref.finalize(self, self._open.close)
         self._pid = os.getpid()
         self._in_doubt = False
         self._reads: dict[tuple[bool, int, bool, bool], Statement] = {}
-        self._read_lock = threading.Lock()
         self._closed = False
+        self._revision: str | None = None
         try:
             self._connect(create)
         except BaseException:
@@ -121,10 +113,12 @@ class Store:
                     f"expected a ledger at {self.dialect.url}, found nothing; check the path"
                 )
             self.dialect.create(self._build)
-        self._open_reader()
+        self._ask(self.statements.last)  # it is a ledger, and one that this build knows
         if not self.read_only:
             self.dialect.lock()
             try:
+                if self._revision != HEAD:
+                    upgrade(self.dialect)
                 self._open_writer()
             finally:
                 self.dialect.unlock()
@@ -133,26 +127,29 @@ class Store:
         for text in Statements.create(self.dialect):
             connection.execute(text)
         connection.execute(self.statements.add_meta.text, ("storage_schema", str(STORAGE_SCHEMA)))
+        connection.execute(self.statements.add_revision.text, (HEAD,))
 
-    def _open_reader(self) -> None:
+    def _new_reader(self) -> Connection:
         connection = self.dialect.reader()
         try:
             self._check(connection)
+        except self.dialect.errors as error:
+            broken = self.dialect.broken(connection, error)
+            connection.close()
+            explained = self.dialect.explain(error)
+            raise (_Broken(explained) if broken else explained) from error
         except BaseException:
             connection.close()
             raise
-        self._open.reader = connection
+        return connection
 
     def _check(self, connection: Connection) -> None:
-        try:
-            if not self.dialect.is_ledger(connection):
-                raise NotALedger(
-                    f"expected a ledger at {self.dialect.url}, found another program's database; "
-                    "check the path"
-                )
-            row = one(connection, self.statements.schema)
-        except self.dialect.errors as error:
-            raise self.dialect.explain(error) from error
+        if not self.dialect.is_ledger(connection):
+            raise NotALedger(
+                f"expected a ledger at {self.dialect.url}, found another program's database; "
+                "check the path"
+            )
+        row = one(connection, self.statements.schema)
         found = int(row[0]) if row and str(row[0]).isdigit() else -1
         if found < 1:
             raise NotALedger(
@@ -164,6 +161,7 @@ class Store:
                 f"expected storage schema {STORAGE_SCHEMA} or older in {self.dialect.url}, found "
                 f"{found}; install a newer Shiftbook"
             )
+        self._revision = revision_of(self.dialect, connection, self.statements.revision)
 
     def _open_writer(self) -> Connection:
         """Open for writing, under the lock; after a commit in doubt, settle and verify first."""
@@ -173,6 +171,11 @@ class Store:
                 self.dialect.settle(connection)
                 self._verify_head(connection)
                 self._in_doubt = False
+        except self.dialect.errors as error:
+            broken = self.dialect.broken(connection, error)
+            connection.close()
+            explained = self.dialect.explain(error)
+            raise (_Broken(explained) if broken else explained) from error
         except BaseException:
             connection.close()
             raise
@@ -195,10 +198,9 @@ class Store:
             )
 
     def close(self) -> None:
-        """Close both connections; the writing one under the lock, since closing checkpoints."""
+        """Close all connections; the writing one under the lock, since closing checkpoints."""
         self._closed = True
-        with self._read_lock:
-            self._open.close(self.dialect)
+        self._open.close()
 
     # -- writing ---------------------------------------------------------------------------
 
@@ -220,19 +222,56 @@ class Store:
                 "expected a ledger opened by this process, found one inherited by a fork; "
                 "open it again after the fork"
             )
+        patience = Patience(self.dialect.retry_s)
+        first: LedgerError | None = None
+        lost: _Lost | None = None
+        while True:
+            try:
+                return self._attempt(work, lost)
+            except _Broken as broken:
+                lost = broken.lost or lost
+                # A server that was not there to begin with is not waited for.
+                waited = broken.lost is not None or first is not None or not broken.away
+                first = first or broken.explained
+                if not (waited and patience.again()):
+                    raise self._given_up(lost, first) from first.__cause__
+            except LedgerError as error:
+                if lost is None or isinstance(error, NotALedger):
+                    raise
+                raise self._given_up(lost, error) from error
+
+    def _given_up(self, lost: _Lost | None, error: LedgerError) -> LedgerError:
+        if lost is None or isinstance(error, AppendInDoubt):
+            return error
+        return AppendInDoubt(
+            f"expected to learn what became of a commit to {self.dialect.url}, found: {error}; "
+            "the events may stand or not; retry with the same key to settle it"
+        )
+
+    def _attempt(self, work: Callable[[Transaction], T], lost: _Lost | None) -> T:
         self.dialect.lock()
         try:
-            connection = self._open.writer or self._open_writer()
+            try:
+                connection = self._open.writer or self._open_writer()
+            except LedgerUnreachable as error:
+                raise _Broken(error, away=True) from error
             self.dialect.check_log(connection)
-            return self._transact(connection, work)
+            return self._transact(connection, work, lost)
         finally:
             self.dialect.unlock()
 
-    def _transact(self, connection: Connection, work: Callable[[Transaction], T]) -> T:
+    def _transact(
+        self, connection: Connection, work: Callable[[Transaction], T], lost: _Lost | None
+    ) -> T:
         try:
             connection.execute(self.dialect.begin)
+            if lost is not None and self._stands(connection, lost):
+                self._roll_back(connection)
+                self._known.moved_to(lost.size)
+                return lost.result  # type: ignore[no-any-return]
             self._learn_head(connection)
             transaction = Transaction(
+                self.dialect,
                 connection,
                 self.statements,
                 self._known,
@@ -243,12 +282,15 @@ class Store:
             result = work(transaction)
             written_bytes = transaction.write() if transaction.rows else 0
         except self.dialect.errors as error:
+            broken = self.dialect.broken(connection, error)
             self._roll_back(connection)
+            if broken:
+                raise _Broken(self.dialect.explain(error)) from error
             raise self.dialect.explain(error) from error
         except BaseException:
             self._roll_back(connection)
             raise
-        if not transaction.rows:
+        if not transaction.wrote:
             self._roll_back(connection)
             return result
         try:
@@ -260,10 +302,21 @@ class Store:
                 raise
             explained = self.dialect.explain(error, committing=True)
             self._in_doubt = isinstance(explained, AppendInDoubt)
+            if self._in_doubt and self.dialect.retry_s and transaction.rows:
+                raise _Broken(explained, _lost(transaction, result)) from error
             raise explained from error
         transaction.keep()
         self.dialect.committed(connection, COMMIT_BYTES + 2 * written_bytes)
         return result
+
+    def _stands(self, connection: Connection, lost: _Lost) -> bool:
+        """Say whether a commit whose answer did not come was made.
+
+        The lock is held, so the server has decided. The bytes behind the leaf name writer,
+        sequence and time, so no other append has the same leaf at the same position.
+        """
+        row = one(connection, self.statements.leaf, of=lost.position)
+        return row is not None and bytes(row[0]) == lost.leaf
 
     def _learn_head(self, connection: Connection) -> None:
         row = one(connection, self.statements.last)
@@ -293,21 +346,38 @@ class Store:
 
     # -- reading ---------------------------------------------------------------------------
 
+    def waker(self) -> Waker | None:
+        """What wakes followers, where the store has such a thing."""
+        return self._open.waker()
+
+    def ask(self, statement: Statement, **values: Any) -> list[Any]:
+        """Rows of a query, as committed."""
+        return self._ask(statement, **values)
+
     def _ask(self, statement: Statement, **values: Any) -> list[Any]:
-        with self._read_lock:
-            if self._closed:
-                raise LedgerUnreachable("expected an open ledger, found one that is closed")
-            if self._open.reader is None or os.getpid() != self._pid:
-                raise LedgerUnreachable(
-                    "expected a ledger opened by this process, found one inherited by a fork; "
-                    "open it again after the fork"
-                )
-            self.dialect.check_log(self._open.reader)
+        patience = Patience(self.dialect.retry_s)
+        broken = False
+        while True:
             try:
-                found = self._open.reader.execute(statement.text, statement.bind(**values))
-                return list(found.fetchall())
+                with self._open.reading(self._new_reader) as connection:
+                    self.dialect.check_log(connection)
+                    try:
+                        found = connection.execute(statement.text, statement.bind(**values))
+                        return list(found.fetchall())
+                    except self.dialect.errors as error:
+                        broken = self.dialect.broken(connection, error)
+                        raise
             except self.dialect.errors as error:
-                raise self.dialect.explain(error) from error
+                if not (broken and patience.again()):
+                    raise self.dialect.explain(error) from error
+            except _Broken as error:
+                broken = True
+                if not patience.again():
+                    raise error.explained from error.__cause__
+            except LedgerUnreachable:
+                # A server that was not there to begin with is not waited for.
+                if not (broken and patience.again()):
+                    raise
 
     def head(self) -> Head:
         """Size and last leaf, as committed."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.topology import Topology
 
 Body = dict[str, Any]
@@ -17,8 +18,8 @@ def summary(event: StoredEvent) -> str:
     """What the event says, in a few words; its first plain fields where it has no line here."""
     line = _LINES.get(event.type, _first_fields)
     try:
-        return line(event.body)
-    except (KeyError, TypeError, ValueError):
+        return line(event.lifted())
+    except (KeyError, TypeError, ValueError, InvalidEvent):
         # Of a newer schema, or damaged: shown by whatever plain fields it has.
         return _first_fields(event.body)
 
@@ -147,7 +148,8 @@ _LINES: dict[str, Callable[[Body], str]] = {
     "SafeModeEntered": lambda b: f"by {b['by']}: {b['reason']}",
     "SafeModeLeft": lambda b: f"by {b['by']}: {b['reason']}",
     "DivergenceFlagged": lambda b: (
-        f"{b['invariant']} at {b['at']}: expected {b['expected']}, found {b['found']}"
+        f"{b['severity']}: {b['invariant']} at {b['at']}: "
+        f"expected {b['expected']}, found {b['found']}"
     ),
     "VerificationPassed": lambda b: f"positions {b['first']} to {b['last']}",
 }

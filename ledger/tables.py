@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from sqlalchemy import (
@@ -14,6 +16,7 @@ from sqlalchemy import (
     Integer,
     LargeBinary,
     MetaData,
+    String,
     Table,
     Text,
     UniqueConstraint,
@@ -39,18 +42,21 @@ INSERT_ROWS = 50
 
 METADATA = MetaData()
 _Integer = BigInteger().with_variant(Integer, "sqlite")
+# By code point on both stores: an index in the order of a locale would break when the server's
+# operating system brings another version of that locale.
+_Text = Text().with_variant(Text(collation="C"), "postgresql")
 
 EVENTS = Table(
     "events",
     METADATA,
     Column("position", _Integer, primary_key=True, autoincrement=False),
-    Column("job", Text, nullable=False),
+    Column("job", _Text, nullable=False),
     Column("version", _Integer, nullable=False),
-    Column("type", Text, nullable=False),
+    Column("type", _Text, nullable=False),
     Column("schema", Integer, nullable=False),
-    Column("operation", Text),
-    Column("key", Text),
-    Column("writer", Text, nullable=False),
+    Column("operation", _Text),
+    Column("key", _Text),
+    Column("writer", _Text, nullable=False),
     Column("sequence", _Integer, nullable=False),
     Column("recorded_ns", _Integer, nullable=False),
     Column("data", LargeBinary, nullable=False),
@@ -78,9 +84,40 @@ Index("events_type_position", _e.type, _e.position)
 META = Table(
     "meta",
     METADATA,
-    Column("name", Text, primary_key=True),
-    Column("value", Text, nullable=False),
+    Column("name", _Text, primary_key=True),
+    Column("value", _Text, nullable=False),
 )
+
+META_NAMES = ("storage_schema",)
+"""Every name that the table ``meta`` may hold; ``verify`` finds any other."""
+
+HEADS = Table(
+    "heads",
+    METADATA,
+    Column("size", _Integer, primary_key=True, autoincrement=False),
+    Column("note", LargeBinary, nullable=False),
+)
+"""Signed heads by their number of events; the note is stored as it was signed."""
+
+NODES = Table(
+    "nodes",
+    METADATA,
+    Column("level", Integer, primary_key=True, autoincrement=False),
+    Column("number", _Integer, primary_key=True, autoincrement=False),
+    Column("hash", LargeBinary, nullable=False),
+)
+"""Roots of full tiles: hash ``number`` of tile level ``level`` (from 1) in C2SP tlog-tiles. Written
+with the head that covers them, so that no proof reads more than a tile of each level."""
+
+APPEND_ONLY = (EVENTS, HEADS, NODES)
+"""Tables that only grow, in order and without gaps; triggers hold them to it."""
+
+
+REVISION = Table("derived_revision", METADATA, Column("version_num", String(32), primary_key=True))
+"""Where alembic keeps the revision of the tables beside the events, see derived.py."""
+
+KNOWN = ("0001", "0002")
+"""Revisions that this build knows, oldest first."""
 
 
 class Statement:
@@ -143,18 +180,19 @@ class Statements:
         job: BindParameter[str] = bindparam("job")
         key: BindParameter[str] = bindparam("key")
         of: BindParameter[str] = bindparam("of")
+        of_position: BindParameter[int] = bindparam("of")
         self.insert = make(insert(EVENTS))
         self.insert_many = make(insert(EVENTS).values(_many_rows()))
         self.head = make(
             select(_e.position, _e.leaf, _e.data).order_by(_e.position.desc()).limit(1)
         )
+        self.leaf = make(select(_e.leaf).where(_e.position == of_position))
         self.last = make(select(func.max(_e.position)))
         self.version = make(select(func.max(_e.version)).where(_e.job == of))
         self.sequence = make(select(func.max(_e.sequence)).where(_e.writer == of))
         self.keyed = make(
-            select(_e.position, _e.version, _e.data)
-            .where(_e.job == job, _e.key == key)
-            .order_by(_e.position)
+            # Without an order, so that no planner prefers an index that has the order alone.
+            select(_e.position, _e.version, _e.data).where(_e.job == job, _e.key == key)
         )
         self.next_job = make(select(func.min(_e.job)).where(_e.job > of))
         self.first_of_job = make(select(_e.position).where(_e.job == of, _e.version == 0))
@@ -166,12 +204,23 @@ class Statements:
         )
         self.schema = make(select(META.c.value).where(META.c.name == "storage_schema"))
         self.add_meta = make(insert(META))
+        self.revision = make(select(REVISION.c.version_num))
+        self.add_revision = make(insert(REVISION))
+
+    def insert_rows(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert rows of events, INSERT_ROWS in one statement where there are so many."""
+        whole = len(rows) - len(rows) % INSERT_ROWS
+        for start in range(0, whole, INSERT_ROWS):
+            values = chain.from_iterable(rows[start : start + INSERT_ROWS])
+            connection.execute(self.insert_many.text, tuple(values))
+        for row in rows[whole:]:
+            connection.execute(self.insert.text, row)
 
     @staticmethod
     def create(dialect: Dialect) -> list[str]:
         """Statements that make the tables, indexes and triggers."""
         texts = []
-        for table in (EVENTS, META):
+        for table in (*APPEND_ONLY, META, REVISION):
             texts.append(str(CreateTable(table).compile(dialect=dialect.sql)))
             for index in sorted(table.indexes, key=lambda index: str(index.name)):
                 texts.append(str(CreateIndex(index).compile(dialect=dialect.sql)))

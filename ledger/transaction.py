@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from shiftbook.ledger.canonical import decode, encode, leaf_hash
-from shiftbook.ledger.dialect import Connection
-from shiftbook.ledger.envelope import serialise
+from shiftbook.ledger.dialect import Connection, Dialect
+from shiftbook.ledger.envelope import StoredEvent, serialise
 from shiftbook.ledger.errors import IdempotencyConflict, InvalidEvent, VersionConflict
+from shiftbook.ledger.events.base import lifted
 from shiftbook.ledger.group_commit import Item, Request
 from shiftbook.ledger.receipt import Receipt
-from shiftbook.ledger.tables import INSERT_ROWS, Statement, Statements, one
+from shiftbook.ledger.tables import Statement, Statements, one
 
 Row = tuple[Any, ...]
 """One event in the order of the table's columns."""
+
+MAX_NAME_BYTES = 1_000
+"""Longest name of a job, key, operation or writer; an index of PostgreSQL holds 2,700 bytes."""
 
 _POSITION, _VERSION, _DATA = 0, 2, 10
 
@@ -43,6 +46,7 @@ class Transaction:
 
     def __init__(
         self,
+        dialect: Dialect,
         connection: Connection,
         statements: Statements,
         known: KnownHead,
@@ -51,6 +55,7 @@ class Transaction:
         actor: str,
         recorded_ns: int,
     ) -> None:
+        self._dialect = dialect
         self._connection = connection
         self._statements = statements
         self._known = known
@@ -62,6 +67,27 @@ class Transaction:
         self._versions: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._keys: dict[tuple[str, str], list[Row]] = {}
+        self._beside = 0
+
+    @property
+    def wrote(self) -> bool:
+        """Whether there is anything to commit."""
+        return bool(self.rows) or self._beside > 0
+
+    def ask(self, statement: Statement, **values: Any) -> list[Any]:
+        """Rows of a query, as they stand while nobody else writes."""
+        found = self._connection.execute(statement.text, statement.bind(**values))
+        return list(found.fetchall())
+
+    def add(self, statement: Statement, **values: Any) -> None:
+        """Insert into a table beside the events, in the same commit."""
+        self._connection.execute(statement.text, statement.bind(**values))
+        self._beside += 1
+
+    def define(self, text: str) -> None:
+        """Make a table or trigger, in the same commit."""
+        self._connection.execute(text)
+        self._beside += 1
 
     def append(self, request: Request) -> Receipt:
         """Give a request's events their places, or raise why they have none.
@@ -77,6 +103,7 @@ class Transaction:
 
     def _append(self, request: Request) -> Receipt:
         job, key = request.job, request.key
+        _refuse_names(job, key)
         if key is not None:
             earlier = self._earlier(job, key)
             if earlier:
@@ -89,6 +116,7 @@ class Transaction:
         position, recorded_ns, actor = self.size, self._recorded_ns, self._actor
         for event, operation, cause, occurred_ns, own_writer, own_sequence in request.items:
             writer = own_writer or self._writer
+            _refuse_names(writer, operation)
             last = sequences.get(writer)
             sequence = (self.sequence(writer) if last is None else last) + 1
             if own_sequence is not None and own_sequence != sequence:
@@ -137,6 +165,44 @@ class Transaction:
             self._keys[job, key] = rows
         return Receipt(job, rows[0][_POSITION], position - 1, rows[0][_VERSION], version)
 
+    def restore(self, events: Sequence[StoredEvent]) -> None:
+        """Stage events with the bytes that they had in the ledger they come from.
+
+        Raises InvalidEvent where one is not next in position, version or sequence.
+        """
+        for stored in events:
+            places = (
+                ("position", stored.position, self.size),
+                ("version", stored.version, self.version(stored.job) + 1),
+                ("sequence", stored.sequence, self.sequence(stored.writer) + 1),
+            )
+            for name, found, expected in places:
+                if found != expected:
+                    raise InvalidEvent(
+                        f"event {stored.position} of job {stored.job!r} and writer "
+                        f"{stored.writer!r}: expected {name} {expected}, found {found}; "
+                        "import a ledger's events in their order"
+                    )
+            self.rows.append(
+                (
+                    stored.position,
+                    stored.job,
+                    stored.version,
+                    stored.type,
+                    stored.schema,
+                    stored.operation,
+                    stored.key,
+                    stored.writer,
+                    stored.sequence,
+                    stored.recorded_ns,
+                    stored.data,
+                    stored.leaf,
+                )
+            )
+            self.size = stored.position + 1
+            self._versions[stored.job] = stored.version
+            self._sequences[stored.writer] = stored.sequence
+
     def version(self, job: str) -> int:
         """Version of a job's last event, -1 where it has none."""
         return self._last(self._versions, self._known.versions, self._statements.version, job)
@@ -162,24 +228,28 @@ class Transaction:
             return [(row[_POSITION], row[_VERSION], row[_DATA]) for row in staged]
         keyed = self._statements.keyed
         rows = self._connection.execute(keyed.text, keyed.bind(job=job, key=key)).fetchall()
-        return [(row[0], row[1], bytes(row[2])) for row in rows]
+        return sorted((row[0], row[1], bytes(row[2])) for row in rows)
 
     def write(self) -> int:
         """Insert what was staged; return its bytes."""
-        rows, single, many = self.rows, self._statements.insert, self._statements.insert_many
-        whole = len(rows) - len(rows) % INSERT_ROWS
-        for start in range(0, whole, INSERT_ROWS):
-            values = chain.from_iterable(rows[start : start + INSERT_ROWS])
-            self._connection.execute(many.text, tuple(values))
-        for row in rows[whole:]:
-            self._connection.execute(single.text, row)
-        return sum(len(row[_DATA]) for row in rows)
+        self._dialect.write(self._connection, self._statements, self.rows)
+        return sum(len(row[_DATA]) for row in self.rows)
 
     def keep(self) -> None:
         """After the commit: what was staged is known from now on."""
         self._known.size = self.size
         self._known.versions.update(self._versions)
         self._known.sequences.update(self._sequences)
+
+
+def _refuse_names(*names: str | None) -> None:
+    """Raise InvalidEvent for names that not every store can hold in its columns and indexes."""
+    for name in names:
+        if name is not None and ("\0" in name or len(name.encode()) > MAX_NAME_BYTES):
+            raise InvalidEvent(
+                f"expected names and keys of at most {MAX_NAME_BYTES} bytes without a NUL "
+                f"character, found {name[:60]!r}"
+            )
 
 
 def _content(items: Sequence[Item]) -> list[tuple[str, str | None, bytes]]:
@@ -205,7 +275,9 @@ def _same(
     stored = []
     for _, _, data in earlier:
         value = decode(data)
-        stored.append((value["type"], value.get("operation"), encode(value["body"])))
+        # A retry by a newer build offers the body in its present schema.
+        body = lifted(value["type"], value["schema"], value["body"])
+        stored.append((value["type"], value.get("operation"), encode(body)))
     offered = _content(items)
     if stored != offered:
         raise IdempotencyConflict(

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.errors import MissingExtra
 from shiftbook.scheduler.errors import ClusterError
 
@@ -68,9 +69,9 @@ class ClusterFile:
             ) from error
 
 
-def cluster_path(ledger_file: Path) -> Path:
+def cluster_path(ledger_url: str) -> Path:
     """The file beside a ledger that says where its cluster is."""
-    return ledger_file.with_name(ledger_file.name + ".cluster.json")
+    return side_path(ledger_url, ".cluster.json")
 
 
 def import_ray() -> Any:
@@ -81,6 +82,8 @@ def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A call without a connection is an error; Ray would start a cluster of its own for it.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     try:
         import ray
     except ModuleNotFoundError as error:
@@ -125,6 +128,8 @@ def _environment(token_path: Path, temp_dir: str) -> dict[str, str]:
         "RAY_task_events_report_interval_ms": "0",
         "RAY_enable_timeline": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Each worker has a core of its own; Ray would let every other program go first.
+        "RAY_worker_niceness": "0",
         "RAY_DISABLE_IMPORT_WARNING": "1",
         # A job that dies must not take the actors of others along, and a lost raylet must be
         # noticed before a step's time limit.
@@ -254,9 +259,7 @@ def node_address() -> str:
 def stop_head(cluster: ClusterFile, *, limit_s: float = STOP_LIMIT_S) -> None:
     """Stop every process of this cluster, and of no other, and remove its folder."""
     with contextlib.suppress(MissingExtra):
-        ray = import_ray()
-        if ray.is_initialized():
-            ray.shutdown()
+        _disconnect(import_ray(), cluster)
     pids = list(processes(cluster))
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in pids:
@@ -268,6 +271,14 @@ def stop_head(cluster: ClusterFile, *, limit_s: float = STOP_LIMIT_S) -> None:
         if not any(_alive(pid) for pid in pids):
             break
     shutil.rmtree(cluster.temp_dir, ignore_errors=True)
+
+
+def _disconnect(ray: Any, cluster: ClusterFile) -> None:
+    """Leave a cluster; a connection to another one stays."""
+    if ray.is_initialized():
+        port = str(ray.get_runtime_context().gcs_address).rpartition(":")[2]
+        if port == cluster.address.rpartition(":")[2]:
+            ray.shutdown()
 
 
 def _alive(pid: int) -> bool:

@@ -122,15 +122,10 @@ class RayMover:
 def open_mover(ledger: Ledger, job: str) -> RayMover:
     """The mover of a job on Ray; found by recovery under the entry point ``ray``.
 
-    Connects to the cluster named beside the ledger. Raises InvalidInput where the ledger is not a
-    local file, ClusterError where the cluster is gone.
+    Connects to the cluster that this machine's files of the ledger name. Raises InvalidInput for a
+    job that was never opened, ClusterError where there is no cluster or it is gone.
     """
-    if ledger.path is None:
-        raise InvalidInput(
-            "expected a ledger in a local file, beside which the cluster's address stands; "
-            "run recover on the machine of the job"
-        )
-    connect(ClusterFile.load(cluster_path(ledger.path)))
+    connect(ClusterFile.load(cluster_path(ledger.url)))
     opened = ledger.state().job(job).opened
     if opened is None:
         raise InvalidInput(f"job {job!r} was never opened; `shiftbook jobs` lists the others")

@@ -137,8 +137,9 @@ class MoveRunner:
         reboot = strategy == "reboot"
         touched = rebooted(before, after) if reboot else changes(before, after)
         if not self._loop.begin_move(grant.operation, [c.component for c in touched]):
-            self._gate.abandon(grant.job, grant.operation, "the trainer is in its update")
-            raise MoveFailed(f"{grant.operation}: abandoned, the trainer is in its update")
+            why = "an update or a repair is under way, or the job is about to end"
+            self._gate.abandon(grant.job, grant.operation, why)
+            raise MoveFailed(f"{grant.operation}: abandoned, {why}")
         try:
             report = self._steps(grant, after, touched, reboot)
         except LedgerUnreachable:

@@ -7,9 +7,9 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from time import time_ns
 
+from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.spool import RETRY_S, SpoolingWriter, drain_leftovers
 from shiftbook.scheduler.writer import WriterClient
@@ -20,11 +20,11 @@ Drafts = Sequence[Draft] | Callable[[], Sequence[Draft]]
 class Recording:
     """Appends through the cluster's writer; spools to local disk while it cannot be reached."""
 
-    def __init__(self, ledger_url: str, job: str, ledger_file: Path) -> None:
+    def __init__(self, ledger_url: str, job: str) -> None:
         self._job = job
         self._client = WriterClient(ledger_url)
-        folder = ledger_file.with_name(ledger_file.name + ".spool")
-        folder.mkdir(exist_ok=True)
+        folder = side_path(ledger_url, ".spool")
+        folder.mkdir(parents=True, exist_ok=True)
         # What processes that ended left behind comes first.
         drain_leftovers(self._client.append, folder)
         self._writer = SpoolingWriter(self._client.append, folder, retry_s=RETRY_S)

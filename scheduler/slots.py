@@ -15,6 +15,7 @@ import os
 import time
 from pathlib import Path
 
+from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.fencing import lock_path
 from shiftbook.scheduler.errors import SlotBusy
 
@@ -45,9 +46,9 @@ def pin(device: str | None) -> None:
             os.sched_setaffinity(int(thread.name), {core_of(device)})
 
 
-def lock_directory(ledger_file: Path) -> Path:
+def lock_directory(ledger_url: str) -> Path:
     """Where the locks of a ledger's devices live: a device belongs to one ledger."""
-    return ledger_file.with_name(ledger_file.name + ".locks")
+    return side_path(ledger_url, ".locks")
 
 
 class Presence:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError
 from shiftbook.ledger.events.base import Event
@@ -40,8 +41,8 @@ class LedgerWriter:
 
 
 def writer_name(ledger_url: str) -> str:
-    """Name of the writer actor of a ledger."""
-    return f"writer:{ledger_url}"
+    """Name of the writer actor of a ledger; names are shown, so it holds no credentials."""
+    return f"writer:{public_url(ledger_url)}"
 
 
 class WriterClient:

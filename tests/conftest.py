@@ -14,8 +14,8 @@ import pytest
 ORDER: tuple[frozenset[str], ...] = (
     frozenset(),
     frozenset({"ray"}),
-    frozenset({"slow"}),
     frozenset({"slow", "ray"}),
+    frozenset({"slow"}),
 )
 """Marks of a test by the time it is run; left out from the end."""
 

@@ -34,7 +34,19 @@ NEVER = {
 """Libraries that a room uses nowhere, not even inside a function."""
 
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common"}
-LIGHT_CHECKPOINT = ("compare", "errors", "manifest", "sampler", "shelf", "commands")
+LIGHT_CHECKPOINT = (
+    "compare",
+    "errors",
+    "manifest",
+    "sampler",
+    "shelf",
+    "commands",
+    "recorder",
+    "recorder_samples",
+    "recorder_state",
+    "recorder_sync",
+    "recorder_update",
+)
 """What an auditor reads of a bundle, without torch."""
 
 REFUSING = """

@@ -16,6 +16,7 @@ from shiftbook.ledger.cli_options import (
     LedgerURL,
     emit,
     emit_document,
+    evidence_option,
     ledger_option,
     open_book,
     plain,
@@ -48,8 +49,12 @@ def _progress() -> Any:
         yield None
         return
 
+    shown = 0
+
     def show(position: int) -> None:
-        if position % 1000 == 0:
+        nonlocal shown
+        if position >= shown + 1000:
+            shown = position
             click.echo(f"\rverified to position {position}", err=True, nl=False)
 
     try:
@@ -59,8 +64,9 @@ def _progress() -> Any:
 
 
 @click.command(short_help="Judge a ledger: is the policy the one that the program meant?")
-@click.argument("ledger_argument", metavar="[LEDGER]", required=False, type=LedgerURL())
+@click.argument("ledger_argument", metavar="[LEDGER|FILE]", required=False, type=LedgerURL())
 @ledger_option
+@evidence_option
 @click.option("--job", help="Judge this job only; leases of other jobs still count.")
 @click.option("--until", type=int, help="Judge up to this position.")
 @click.option(
@@ -70,6 +76,28 @@ def _progress() -> Any:
     default="table",
     show_default=True,
     help="How the verdict is printed.",
+)
+@click.option(
+    "--heads",
+    "places",
+    multiple=True,
+    metavar="FILE|URL",
+    help="Heads published outside the database, to hold against it; may be repeated.",
+)
+@click.option(
+    "--key",
+    "keys",
+    multiple=True,
+    metavar="PUB",
+    help="Verifier key of the signer, or a file with it; may be repeated.",
+)
+@click.option(
+    "--require-signed",
+    is_flag=True,
+    help="Exit with 2 where events stand after the last head outside the database.",
+)
+@click.option(
+    "--integrity-only", is_flag=True, help="Check stored bytes and evidence, no invariant."
 )
 @click.option("--record", "record_", is_flag=True, help="Write the verdict into the ledger.")
 @click.option(
@@ -81,26 +109,37 @@ def _progress() -> Any:
 def verify(
     ledger_argument: str | None,
     ledger_url: str,
+    evidence: str | None,
     job: str | None,
     until: int | None,
     format_: str,
+    places: tuple[str, ...],
+    keys: tuple[str, ...],
+    require_signed: bool,
+    integrity_only: bool,
     record_: bool,
     follow_: bool,
 ) -> int:
-    """Judge a ledger from its first event to its head.
+    """Judge a ledger, or the archive in FILE, from its first event to its head.
 
-    First the stored bytes (order, hashes, evidence), then the invariants. Findings say where, what
-    was expected, what was found and what to do; the table at the end says what was checked and
-    what was not. Only reads, unless --record is given.
+    First the stored bytes (order, hashes, evidence, signed heads), then the invariants. Findings
+    say where, what was expected, what was found and what to do; the table at the end says what was
+    checked and what was not. Only reads, unless --record is given.
 
     Exit code 0: clean. 1: findings. 2: could not judge, which includes that a required invariant
     was not checked.
     """
     from shiftbook.verify import verdict as verdicts
+    from shiftbook.verify.heads import Outside
+    from shiftbook.verify.sources import archive_path
 
     if follow_ and until is not None:
         raise click.UsageError("--follow goes on to the end; leave --until away")
+    if integrity_only and (follow_ or job or record_):
+        raise click.UsageError("--integrity-only goes with no --follow, --job or --record")
     url = ledger_argument or ledger_url
+    if record_ and archive_path(url) is not None:
+        raise click.UsageError("a verdict on an archive cannot be recorded in it")
     streaming = format_ == "jsonl" or (follow_ and format_ == "table")
     on_finding = _finding_printer(format_) if streaming else None
     with _progress() as on_event:
@@ -108,10 +147,27 @@ def verify(
             stop = threading.Event()
             with _interrupt_stops(stop):
                 verdict = verdicts.follow(
-                    url, job, stop=stop, on_finding=on_finding, on_event=on_event
+                    url,
+                    job,
+                    stop=stop,
+                    outside=lambda: Outside.read(places, keys),
+                    require_signed=require_signed,
+                    on_finding=on_finding,
+                    on_event=on_event,
+                    evidence=evidence,
                 )
         else:
-            verdict = verdicts.verify(url, job, until, on_finding=on_finding, on_event=on_event)
+            verdict = verdicts.verify(
+                url,
+                job,
+                until,
+                outside=Outside.read(places, keys),
+                require_signed=require_signed,
+                on_finding=on_finding,
+                on_event=on_event,
+                evidence=evidence,
+                integrity_only=integrity_only,
+            )
     _print(verdict, format_)
     if record_:
         from shiftbook.verify.recorded import record
@@ -143,7 +199,7 @@ def _print(verdict: Any, format_: str) -> None:
     if format_ == "jsonl":
         document = verdict.plain()
         for finding in verdict.findings:
-            if finding.invariant in ("integrity", "evidence"):
+            if finding.invariant in ("integrity", "evidence", "heads", "outside"):
                 _line({"kind": "finding", **finding.plain()})  # the others went out as they came
         for row in document.pop("coverage"):
             _line({"kind": "coverage", **row})

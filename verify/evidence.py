@@ -10,7 +10,7 @@ from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
 
 if TYPE_CHECKING:
-    from shiftbook.ledger.evidence import Beside
+    from shiftbook.ledger.evidence import Place
 
 GENERATED: Mapping[str, type] = {
     "uid": str,
@@ -44,7 +44,19 @@ COLUMNS: Mapping[str, Mapping[str, type]] = {
     "SamplesGenerated": GENERATED,
     "SamplesRewarded": REWARDED,
     "BatchConsumed": CONSUMED,
+    "DataBuilt": {"index": int, "digest": str},
 }
+
+OPTIONAL: Mapping[str, Mapping[str, type]] = {
+    "SamplesGenerated": {
+        "mask_digest": str,
+        "prompt_digest": str,
+        "stream": str,
+        "cache_version_min": int,
+    },
+    "BatchConsumed": {"mask_digest": str, "logp_digest": str},
+}
+"""Columns that a writer may leave out; an invariant that needs one says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,10 @@ class Rows:
 
     def __getitem__(self, column: str) -> list[Any]:
         return self.columns[column]
+
+    def get(self, column: str) -> list[Any] | None:
+        """Values of an optional column; None where the writer left it out."""
+        return self.columns.get(column)
 
 
 RowSource = Callable[[str, Segment], Rows]
@@ -90,13 +106,19 @@ def check_rows(type_: str, columns: Mapping[str, list[Any]]) -> Rows:
         if isinstance(values, str):
             return Rows({}, values)
         typed[name] = values
+    for name, wanted in OPTIONAL.get(type_, {}).items():
+        if name in columns:
+            values = _typed(name, columns[name], wanted)
+            if isinstance(values, str):
+                return Rows({}, values)
+            typed[name] = values
     return Rows(typed)
 
 
 class EvidenceFolder:
-    """Rows from the folder of segments beside a ledger; keeps the last segment it read."""
+    """Rows from the segments of a ledger, wherever they lie; keeps the last segment it read."""
 
-    def __init__(self, place: Beside) -> None:
+    def __init__(self, place: Place) -> None:
         self._place = place
         self._last: tuple[str, Segment, Rows] | None = None
 

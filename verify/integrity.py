@@ -1,8 +1,14 @@
-"""The first pass: are the stored bytes whole, in order, and the ones that were hashed."""
+"""The first pass: are the stored bytes whole, in order, and the ones that were hashed.
+
+Most ledgers are sound, so pages and blocks are first looked at by scan_block.py, which is fast and
+says yes or no. From the first page on that it does not accept, each row is checked here and what is
+wrong is said in full. Whatever the fast look accepts, this one accepts as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +18,14 @@ from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.envelope import ENVELOPE_FIELDS, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Segment
+from shiftbook.ledger.tables import META_NAMES, STORAGE_SCHEMA
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
-from shiftbook.verify.stored import COLUMNS, DamagedPages, RawEvents, RawRow
+from shiftbook.verify.heads import HeadCheck
+from shiftbook.verify.scan_block import COLUMNS, Block, check_page
+from shiftbook.verify.sources import EventSource
+from shiftbook.verify.stored import DamagedPages, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "position": int,
@@ -52,7 +62,7 @@ class IntegrityReport:
 
 
 class Integrity:
-    """Checks rows one after the other; use ``check`` on each, then ``finish``.
+    """Checks rows one after the other; use ``check`` on each, or ``take`` blocks, then ``finish``.
 
     Per row: position gapless from 0; version gapless within its job; sequence gapless within its
     writer; leaf equal to the hash of the bytes; the bytes an envelope with fields of their types;
@@ -60,17 +70,22 @@ class Integrity:
     batch; evidence segments there and unaltered.
     """
 
-    def __init__(self, rows: RowSource) -> None:
+    def __init__(self, rows: RowSource, heads: HeadCheck | None = None, first: int = 0) -> None:
+        """``first`` is the position at which the range begins."""
+        self._heads = heads
         self.report = IntegrityReport()
         self._row = Row("", "integrity", "stored bytes whole, in order and as hashed")
         self._evidence = Row("", "evidence", "evidence segments present and unaltered")
         self._evidence.idle = "no event binds a segment"
         self._source = rows
-        self._position = -1
+        self._first = first
+        self._position = first - 1
         self._versions: dict[str, int] = {}
         self._sequences: dict[str, int] = {}
         self._batch: tuple[str, str] | None = None
         self._broken = False
+        self.tree_damage: int | None = None
+        """First position at which other bytes stand than those that were hashed, or none."""
 
     def check(self, row: RawRow) -> StoredEvent | None:
         """Check a row; the event where it and all before it are sound, else None."""
@@ -79,23 +94,62 @@ class Integrity:
         self._gapless(row)
         stored = self._envelope(row)
         if stored is not None:
-            self._order(stored)
+            self._order(stored, row.position)
         if self._row.findings > before:
             self._broken = True
         self._row.checks += 1
         if self._broken or stored is None:
             return None
         self.report.sound_until, self.report.head = stored.position, row.leaf
-        self._segment(stored)
+        self.segment(stored.position, stored.type, stored.body)
         return stored
+
+    def take(self, block: Block) -> bool:
+        """Take in a block that is sound by itself; False, and nothing is, where it does not fit.
+
+        Hashes and segments are still to be given to ``take_hashes`` and ``segment``.
+        """
+        if self._broken or not block.sound or block.first != self._position + 1:
+            return False
+        pairs = (
+            (self._versions, block.first_versions, block.versions),
+            (self._sequences, block.first_sequences, block.sequences),
+        )
+        for known, first, _ in pairs:
+            if any(number != known.get(name, -1) + 1 for name, number in first.items()):
+                return False
+        for known, _, last in pairs:
+            known.update(last)
+        self._position = self.report.sound_until = block.last
+        self.report.head = block.head
+        count = block.last + 1 - block.first
+        self.report.events += count
+        self._row.checks += count
+        return True
+
+    def take_hashes(self, block: Block, leaves: Sequence[bytes] | None) -> None:
+        """Put the hashes of a block under the heads: by its leaves, else by its subtrees."""
+        if self._heads is None:
+            return
+        if leaves is None:
+            self._heads.take(block)
+            return
+        for leaf in leaves:
+            self._heads.feed(leaf)
+
+    @property
+    def sizes(self) -> Collection[int]:
+        """Numbers of events at which a head stands."""
+        return () if self._heads is None else self._heads.sizes
 
     def damaged(self, damage: DamagedPages) -> None:
         """Report that the store could not go on."""
         self._broken = True
+        self._damage_tree(damage.after + 1)
         self._flag(
             damage.after + 1,
-            "a readable table of events",
-            f"pages that cannot be read: {damage.reason}",
+            damage.expected,
+            damage.found + damage.reason,
             _CHANGED,
         )
 
@@ -109,6 +163,38 @@ class Integrity:
             "a retry was appended again instead of answered with its first receipt",
             (last,),
         )
+
+    def hidden(self, count: int, position: Any) -> None:
+        """Report rows that a reader who goes by position does not see."""
+        # A row that stands nowhere points at no place; what was flagged before it does.
+        first = min((f.position for f in self.report.findings), default=0)
+        self._flag(
+            position if type(position) is int and position >= 0 else first,
+            "each position once, from 0",
+            f"{count} rows too many, one of them at position {position!r:.40}",
+            "rows were forged in after the table's key was taken away",
+        )
+
+    @property
+    def last(self) -> int:
+        """Position of the last row that was checked."""
+        return self._position
+
+    def meta(self, rows: Sequence[tuple[Any, Any]]) -> None:
+        """Check what the store says about itself: the names that are known, each once, as text."""
+        listed = sorted(rows, key=repr)
+        for name, value in listed:
+            if name not in META_NAMES or not isinstance(value, str):
+                self._flag(0, f"in the table meta only {', '.join(META_NAMES)}, as text",
+                           f"{name!r:.60} with {value!r:.60}")  # fmt: skip
+        schema = [value for name, value in listed if name == "storage_schema"]
+        if schema not in [[str(known)] for known in range(1, STORAGE_SCHEMA + 1)]:
+            self._flag(0, f"one storage schema from 1 to {STORAGE_SCHEMA} in the table meta",
+                       f"{schema!r:.60}")  # fmt: skip
+
+    def meta_damaged(self, reason: str) -> None:
+        """Report that what the store says about itself cannot be read."""
+        self._flag(0, "a readable table meta", reason)
 
     def finish(self) -> IntegrityReport:
         """The report, with its two rows of the coverage table."""
@@ -143,9 +229,14 @@ class Integrity:
             )
         )
 
+    def _damage_tree(self, at: int) -> None:
+        if self.tree_damage is None or at < self.tree_damage:
+            self.tree_damage = max(0, at)
+
     def _gapless(self, row: RawRow) -> None:
         expected = self._position + 1
         if row.position != expected:
+            self._damage_tree(expected)
             found = f"position {row.position}"
             self._flag(expected, f"position {expected}", found, "events were cut out or forged in")
         self._position = row.position
@@ -153,7 +244,12 @@ class Integrity:
     def _envelope(self, row: RawRow) -> StoredEvent | None:
         at = row.position
         leaf = leaf_hash(row.data)
+        if self._heads is not None:
+            self._heads.feed(leaf)
+        if row.misfit is not None:
+            self._flag(at, "data and leaf as bytes", row.misfit)
         if leaf != row.leaf:
+            self._damage_tree(at)
             self._flag(at, f"leaf {leaf.hex()[:16]}…, the hash of the bytes",
                        f"leaf {row.leaf.hex()[:16]}…")  # fmt: skip
         try:
@@ -168,28 +264,32 @@ class Integrity:
             self._flag(at, f"an envelope with {wrong[0]}", wrong[1])
             return None
         for name in COLUMNS:
-            if row.columns[name] != value[name]:
+            found = row.columns[name]
+            if found != value[name] or type(found) is not type(value[name]):
+                if name == "position":
+                    self._damage_tree(at)
                 self._flag(at, f"column {name} {value[name]!r}, as in the bytes",
-                           f"{row.columns[name]!r}")  # fmt: skip
+                           f"{found!r}")  # fmt: skip
         body = value.pop("body")
         return StoredEvent(**value, body=body, data=row.data, leaf=row.leaf)
 
-    def _order(self, stored: StoredEvent) -> None:
-        at = stored.position
+    def _order(self, stored: StoredEvent, at: int) -> None:
         scopes: tuple[tuple[str, dict[str, int], str, int], ...] = (
             (f"version of job {stored.job!r}", self._versions, stored.job, stored.version),
             (f"sequence of {stored.writer!r}", self._sequences, stored.writer, stored.sequence),
         )
         for what, last, name, found in scopes:
-            expected = last.get(name, -1) + 1
+            # What stands before the range of an archive is not there to count from.
+            expected = last.get(name, found - 1 if self._first else -1) + 1
             if found != expected:
                 self._flag(at, f"{what} {expected}", f"{found}", "events were cut out or forged in")
             last[name] = found
         if stored.cause is not None and not 0 <= stored.cause < at:
             self._flag(at, "a cause before its effect", f"cause {stored.cause}")
 
-    def _segment(self, stored: StoredEvent) -> None:
-        named = stored.body.get("segment")
+    def segment(self, position: int, type_: str, body: dict[str, Any]) -> None:
+        """Check the evidence segment that an event names, if it names one."""
+        named = body.get("segment")
         if not isinstance(named, dict):
             return
         self._evidence.checks += 1
@@ -197,10 +297,10 @@ class Integrity:
             segment = Segment.model_validate(named)
         except ValidationError:
             return  # an event of another shape; legality says what it thinks of it
-        problem = self._source(stored.type, segment).problem
+        problem = self._source(type_, segment).problem
         if problem is not None:
             self._flag(
-                stored.position,
+                position,
                 f"segment {segment.sha256[:16]}… with {segment.rows} rows",
                 problem,
                 "an evidence file was removed, altered, or not copied with the ledger",
@@ -219,15 +319,84 @@ def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
     return ("no other fields", ", ".join(extra)[:80]) if extra else None
 
 
-def sound_events(raw: RawEvents, integrity: Integrity, until: int | None) -> Iterator[StoredEvent]:
-    """Walk the whole range through the first pass; yields the events before the first damage."""
+def sound_events(
+    raw: EventSource, integrity: Integrity, until: int | None
+) -> Iterator[StoredEvent]:
+    """Walk the range through the first pass; yields the events before the first damage.
+
+    What ``integrity`` has taken in already is left out.
+    """
+    yield from _sound_at_first_sight(raw, integrity, until)
     try:
-        for row in raw.rows(until=until):
+        for row in raw.rows(integrity.last, until):
             stored = integrity.check(row)
             if stored is not None:
                 yield stored
+    except DamagedPages as damage:
+        integrity.damaged(damage)
+    else:
+        check_whole(raw, integrity, until)
+
+
+def _sound_at_first_sight(
+    raw: EventSource, integrity: Integrity, until: int | None
+) -> Iterator[StoredEvent]:
+    try:
+        for page in raw.pages(integrity.last, until):
+            first = integrity.last + 1
+            block = Block(first, first + len(page) - 1)
+            leaves: list[bytes] = []
+            values: list[dict[str, Any]] = []
+            if not check_page(page, block, leaves, values) or not integrity.take(block):
+                return
+            integrity.take_hashes(block, leaves)
+            for row, value in zip(page, values, strict=True):
+                body = value.pop("body")
+                for name in ("operation", "cause", "key"):
+                    value.setdefault(name, None)
+                if "segment" in body:
+                    integrity.segment(value["position"], value["type"], body)
+                yield StoredEvent(**value, body=body, data=bytes(row[-2]), leaf=bytes(row[-1]))
+    except DamagedPages:
+        return  # the row after the last good one tells
+
+
+def check_stored(
+    raw: EventSource,
+    integrity: Integrity,
+    until: int | None,
+    on_event: Callable[[int], None] | None = None,
+) -> None:
+    """Send the whole range through the first pass, on all cores where the source can be so read.
+
+    ``on_event`` is called with positions that were reached.
+    """
+    with closing(raw.blocks(until, integrity.sizes)) as blocks:
+        for block in blocks:
+            if not integrity.take(block):
+                break
+            integrity.take_hashes(block, None)
+            for position, type_, segment in block.segments:
+                integrity.segment(position, type_, {"segment": segment})
+            if on_event is not None:
+                on_event(block.last)
+    for stored in sound_events(raw, integrity, until):
+        if on_event is not None:
+            on_event(stored.position)
+
+
+def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> None:
+    """Check what shows only once all rows were read: split batches, unseen rows, the table meta."""
+    try:
         for split in raw.split_keys():
             if until is None or split[3] <= until:
                 integrity.split_key(*split)
+        hidden = raw.hidden(integrity.last, integrity.report.events)
+        if hidden is not None:
+            integrity.hidden(*hidden)
     except DamagedPages as damage:
         integrity.damaged(damage)
+    try:
+        integrity.meta(raw.meta())
+    except DamagedPages as damage:
+        integrity.meta_damaged(damage.reason)

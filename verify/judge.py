@@ -20,7 +20,7 @@ from shiftbook.verify.invariants.base import End, Invariant, Step
 from shiftbook.verify.invariants.operations import open_operations
 from shiftbook.verify.lineage import Track
 
-FIRST_PASS = frozenset({"integrity", "evidence"})
+FIRST_PASS = frozenset({"integrity", "evidence", "heads", "outside"})
 """Rows of the coverage table that the first pass fills, for all jobs together."""
 
 

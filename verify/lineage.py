@@ -27,6 +27,7 @@ from shiftbook.ledger.plan import Plan
 from shiftbook.verify.evidence import Rows
 
 MODEL, MASTERS, OPTIMIZER, REFERENCE = "model", "masters", "optimizer", "reference"
+EMA = "ema"
 """Names of the parts whose fingerprints an update also records."""
 
 WINDOW = 4096
@@ -46,6 +47,10 @@ class Sample:
     drawn: int
     generated: int | None = None
     tokens: str | None = None
+    mask: str | None = None
+    """Digest of which tokens were sampled; None where it was not recorded."""
+    logps: str | None = None
+    """Digest of the engine's log-probabilities."""
     version_min: int = 0
     version_max: int = 0
     rewarded: int | None = None
@@ -71,10 +76,19 @@ class Chain:
     masters: str | None = None
     optimizer: str | None = None
     step: int | None = None
+    ema: str | None = None
+    updates: int | None = None
+    """Updates that were applied, none skipped, since the job began; None where not known."""
+    controllers: dict[str, float] = field(default_factory=dict)
 
     def part(self, name: str) -> str | None:
         """Fingerprint by the name that the part has in a bundle."""
-        by_name = {MODEL: self.params, MASTERS: self.masters, OPTIMIZER: self.optimizer}
+        by_name = {
+            MODEL: self.params,
+            MASTERS: self.masters,
+            OPTIMIZER: self.optimizer,
+            EMA: self.ema,
+        }
         return by_name.get(name)
 
 
@@ -144,7 +158,7 @@ class Track:
             case CheckpointRestored():
                 self._restore(event, at)
             case SamplesDrawn():
-                self._draw(event, at)
+                self._draw(event, at, plan)
             case SamplesGenerated():
                 self._generated(event, at, rows)
             case SamplesRewarded():
@@ -156,14 +170,7 @@ class Track:
             case BatchConsumed():
                 self._consumed(event, at, rows)
             case UpdateApplied():
-                self.chain = Chain(
-                    event.policy_version,
-                    at,
-                    event.params_after,
-                    event.masters_after,
-                    event.optimizer_after,
-                    event.optimizer_step,
-                )
+                self.chain = self._after(event, at)
                 self.pending = Consumed()
                 self._let_go(event.iteration - 1, plan)
             case IterationCompleted():
@@ -180,11 +187,31 @@ class Track:
         epochs = plan.update.epochs_per_batch if plan else 1
         return [s for s in self.samples.values() if not s.closed(epochs)]
 
+    def _after(self, event: UpdateApplied, at: int) -> Chain:
+        """The state that an update leaves."""
+        last = self.chain
+        known = last.updates if last is not None else None
+        controllers = dict(last.controllers) if last is not None else {}
+        controllers.update((n, c.after) for n, c in (event.controllers or {}).items())
+        return Chain(
+            event.policy_version,
+            at,
+            event.params_after,
+            event.masters_after,
+            event.optimizer_after,
+            event.optimizer_step,
+            event.ema_after,
+            event.scheduler_step if known is None else known + (0 if event.skipped else 1),
+            controllers,
+        )
+
     def _start(self, event: AttemptStarted, at: int) -> None:
         self.attempt, self.attempt_position = event, at
         self.restored, self.redraw, self.pending = None, None, Consumed()
         self.mark = self.marks.get(event.bundle) if event.bundle else None
         start = Chain(event.policy_version, at, params=event.policy_fingerprint)
+        if event.bundle is None:
+            start.updates = 0
         if self.mark is not None:
             self.cursor = self.mark.saved.cursor
             self.chain = _chain_of(self.mark, start)
@@ -216,6 +243,11 @@ class Track:
             return
         self.mark = mark
         self.chain = _chain_of(mark, base)
+        if event.kind != "resume":
+            # A warm start goes on with what it kept; its first update says where counters begin.
+            known = mark.chain.controllers if mark.chain is not None else {}
+            kept = dict(known) if "controllers" in event.parts else {}
+            self.chain = _with_parts(replace(base, controllers=kept), event.parts)
         self.pending = Consumed()
         # Updates after the bundle are undone, so what they consumed is owed again; what was drawn
         # stays drawn, and drawing it again is as good.
@@ -239,7 +271,7 @@ class Track:
                         uid, ordinal, run.iteration, run.position, unknown=unknown
                     )
 
-    def _draw(self, event: SamplesDrawn, at: int) -> None:
+    def _draw(self, event: SamplesDrawn, at: int, plan: Plan | None) -> None:
         stop = event.start + len(event.indices)
         run = Drawn(event.start, stop, event.group_size, event.iteration, at)
         for uid in [u for u, s in self.samples.items() if event.start <= s.ordinal < stop]:
@@ -248,6 +280,12 @@ class Track:
             self.draws = deque((d for d in self.draws if d.stop <= event.start), maxlen=WINDOW)
         self.draws.append(run)
         self._open(run)
+        if plan is not None and plan.objective == "sft":
+            # A training sequence is whole when it is drawn; no engine adds to it.
+            for place, digest in enumerate(event.prompt_digests or ()):
+                sample = self.samples.get(f"{event.start + place:06d}/0")
+                if sample is not None:
+                    sample.generated, sample.tokens = at, digest
         self.cursor = stop
         if self.redraw is not None and event.start <= self.redraw:
             self.redraw = None
@@ -256,10 +294,14 @@ class Track:
         if rows is None or rows.problem:
             self._blind(event.iteration, "rows of SamplesGenerated cannot be read")
             return
+        masks = rows.get("mask_digest") or [None] * len(rows)
         columns = (rows["uid"], rows["token_digest"], rows["version_min"], rows["version_max"])
-        for uid, tokens, low, high in zip(*columns, strict=True):
+        for uid, tokens, low, high, mask, logps in zip(
+            *columns, masks, rows["logp_digest"], strict=True
+        ):
             sample = self.samples.get(uid)
             if sample is not None:
+                sample.mask, sample.logps = mask, logps
                 sample.generated, sample.tokens, sample.unknown = at, tokens, None
                 sample.version_min, sample.version_max = low, high
 
@@ -324,4 +366,5 @@ def _with_parts(chain: Chain, parts: dict[str, str]) -> Chain:
         params=parts.get(MODEL, chain.params),
         masters=parts.get(MASTERS, chain.masters),
         optimizer=parts.get(OPTIMIZER, chain.optimizer),
+        ema=parts.get(EMA, chain.ema),
     )

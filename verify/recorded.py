@@ -17,6 +17,7 @@ MAX_TEXT = 500
 def _flagged(finding: Finding) -> DivergenceFlagged:
     return DivergenceFlagged(
         invariant=finding.invariant,
+        severity=finding.severity,
         at=finding.position,
         expected=finding.expected[:MAX_TEXT],
         found=finding.found[:MAX_TEXT],

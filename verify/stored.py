@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,20 +13,8 @@ from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
 from shiftbook.ledger.tables import STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
-
-COLUMNS = (
-    "position",
-    "job",
-    "version",
-    "type",
-    "schema",
-    "operation",
-    "key",
-    "writer",
-    "sequence",
-    "recorded_ns",
-)
-"""Columns that repeat what stands in the bytes."""
+from shiftbook.verify.scan import sound_blocks
+from shiftbook.verify.scan_block import COLUMNS, SELECT, Block, Page
 
 READ_ROWS = 512
 
@@ -43,14 +31,23 @@ class RawRow:
     columns: dict[str, Any]
     data: bytes
     leaf: bytes
+    misfit: str | None = None
+    """Which of bytes and leaf is stored as something else than bytes."""
 
 
 class DamagedPages(Exception):
     """The store gave up in the middle of the table; ``after`` is the last position it gave."""
 
+    expected, found = "a readable table of events", "pages that cannot be read: "
+
     def __init__(self, after: int, reason: str) -> None:
         super().__init__(reason)
         self.after, self.reason = after, reason
+
+
+def _text(stored: bytes) -> str:
+    """Text as it is stored; what is no UTF-8 stays apart from every text that is."""
+    return stored.decode("utf-8", "surrogateescape")
 
 
 def _plain(value: Any) -> Any:
@@ -69,7 +66,7 @@ class RawEvents:
             dialect = open_dialect(url, lock_timeout_s=5.0)
             exists = dialect.exists()
         except LedgerError as error:
-            raise UnreadableStore(_one_line(error)) from error
+            raise UnreadableStore(one_line(error)) from error
         if not exists or dialect.path is None:
             raise UnreadableStore(
                 f"expected a ledger at {dialect.url}, found nothing; check the path"
@@ -77,7 +74,8 @@ class RawEvents:
         self.path: Path = dialect.path
         try:
             self._connection: sqlite3.Connection = dialect.reader()
-            self._connection.text_factory = bytes
+            self._connection.text_factory = _text
+            marked = dialect.is_ledger(self._connection)
             names = {
                 _plain(row[1])
                 for row in self._connection.execute("PRAGMA table_info(events)").fetchall()
@@ -85,10 +83,10 @@ class RawEvents:
         except (LedgerUnreachable, *_DAMAGE) as error:
             raise UnreadableStore(
                 f"expected a ledger at {self.path}, found a file that cannot be read as one "
-                f"({_one_line(error)}); check the path, or restore it from a copy"
+                f"({one_line(error)}); check the path, or restore it from a copy"
             ) from error
         except LedgerError as error:
-            raise UnreadableStore(_one_line(error)) from error
+            raise UnreadableStore(one_line(error)) from error
         self._refuse_newer()
         lacking = sorted({*COLUMNS, "data", "leaf"} - names)
         if lacking:
@@ -96,6 +94,12 @@ class RawEvents:
             what = f"without {', '.join(lacking[:3])}" if names else "without a table of events"
             raise UnreadableStore(
                 f"expected a ledger at {self.path}, found a database {what}; check the path"
+            )
+        if not marked:
+            self._connection.close()
+            raise UnreadableStore(
+                f"expected a ledger at {self.path}, found its tables without the mark of a ledger "
+                "in the file's header: the file was edited or damaged; restore it from a copy"
             )
 
     def _refuse_newer(self) -> None:
@@ -125,28 +129,91 @@ class RawEvents:
     ) -> None:
         self._connection.close()
 
+    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+        """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
+        try:
+            ((last,),) = self._connection.execute("SELECT max(position) FROM events").fetchall()
+        except _DAMAGE:
+            return
+        if type(last) is int:
+            end = last if until is None else min(last, until)
+            yield from sound_blocks(self.path, end + 1, sizes)
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
+        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        while page := self._page(after, limit):
+            yield page
+            if len(page) < READ_ROWS or type(page[-1][0]) is not int:
+                return
+            after = page[-1][0]
+
+    def _page(self, after: int, limit: int) -> Page:
+        try:
+            return self._connection.execute(SELECT, (after, limit, READ_ROWS)).fetchall()
+        except _DAMAGE as error:
+            raise DamagedPages(after, one_line(error)) from error
+
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
-        # Quoted names: `schema` and `key` are words of SQL.
-        listed = ", ".join(f'"{name}"' for name in (*COLUMNS, "data", "leaf"))
         limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
         while True:
-            try:
-                page = self._connection.execute(
-                    f"SELECT {listed} FROM events WHERE position > ? AND position <= ? "
-                    "ORDER BY position LIMIT ?",
-                    (after, limit, READ_ROWS),
-                ).fetchall()
-            except _DAMAGE as error:
-                raise DamagedPages(after, _one_line(error)) from error
+            page = self._page(after, limit)
             for values in page:
                 row = _row(values)
+                if type(row.position) is not int:
+                    raise DamagedPages(after, f"position {row.position!r:.60}, which is no number")
                 if row.position <= after:
-                    raise DamagedPages(after, f"position {row.position} came after {after}")
+                    why = f"position {row.position} came after {after}"
+                    raise DamagedPages(row.position - 1, why)
                 after = row.position
                 yield row
             if len(page) < READ_ROWS:
                 return
+
+    def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
+        """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none.
+
+        A table whose key was taken away may hold a position twice, or none, or a negative one.
+        Raises DamagedPages.
+        """
+        clause = "FROM events WHERE position IS NULL OR position <= ?"
+        try:
+            ((count,),) = self._connection.execute(f"SELECT count(*) {clause}", (last,)).fetchall()
+            if count == seen:
+                return None
+            found = self._connection.execute(
+                f"SELECT position {clause} GROUP BY position "
+                "HAVING count(*) > 1 OR position IS NULL OR position < 0 LIMIT 1",
+                (last,),
+            ).fetchall()
+        except _DAMAGE as error:
+            raise DamagedPages(last, one_line(error)) from error
+        return count - seen, found[0][0] if found else None
+
+    def meta(self) -> list[tuple[Any, Any]]:
+        """(name, value) of what the store says about itself; raises DamagedPages."""
+        return [(row[0], row[1]) for row in self._all("SELECT name, value FROM meta")]
+
+    def heads(self) -> list[tuple[Any, Any]]:
+        """(size, note) of the table of heads in its order, none where there is no such table."""
+        if "heads" not in self._tables():
+            return []
+        return [(row[0], row[1]) for row in self._all("SELECT size, note FROM heads")]
+
+    def nodes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(level, number, hash) of the table of nodes in its order; raises DamagedPages."""
+        if "nodes" in self._tables():
+            yield from self._all("SELECT level, number, hash FROM nodes ORDER BY level, number")
+
+    def _tables(self) -> set[str]:
+        return {str(row[0]) for row in self._all("SELECT name FROM sqlite_master")}
+
+    def _all(self, query: str) -> list[tuple[Any, ...]]:
+        try:
+            return list(self._connection.execute(query).fetchall())
+        except _DAMAGE as error:
+            raise DamagedPages(-1, one_line(error)) from error
 
     def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""
@@ -159,19 +226,29 @@ class RawEvents:
             for job, key, first, last, count in found:
                 yield str(_plain(job)), str(_plain(key)), first, last, count
         except _DAMAGE as error:
-            raise DamagedPages(-1, _one_line(error)) from error
+            raise DamagedPages(-1, one_line(error)) from error
 
 
-def _row(values: tuple[Any, ...]) -> RawRow:
-    columns = {name: _plain(value) for name, value in zip(COLUMNS, values, strict=False)}
+def _row(values: Sequence[Any]) -> RawRow:
+    columns = dict(zip(COLUMNS, values, strict=False))
     data, leaf = values[-2], values[-1]
-    return RawRow(
-        columns["position"],
-        columns,
-        data if isinstance(data, bytes) else str(data).encode(),
-        leaf if isinstance(leaf, bytes) else str(leaf).encode(),
+    misfit = next(
+        (
+            f"{name} stored as {type(value).__name__}"
+            for name, value in (("data", data), ("leaf", leaf))
+            if not isinstance(value, bytes)
+        ),
+        None,
     )
+    return RawRow(columns["position"], columns, _bytes(data), _bytes(leaf), misfit)
 
 
-def _one_line(error: BaseException) -> str:
+def _bytes(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    return str(value).encode("utf-8", "surrogateescape")
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line of bounded length."""
     return " ".join(str(error).split())[:400]

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from shiftbook.verify.findings import Finding
+from shiftbook.verify.grouping import stories
 from shiftbook.verify.verdict import Verdict
 
 WIDTH = 100
@@ -39,9 +40,18 @@ def finding_lines(finding: Finding, number: int | None = None) -> Iterator[str]:
 
 def verdict_lines(verdict: Verdict) -> Iterator[str]:
     """Everything but the coverage table."""
-    for number, finding in enumerate(verdict.findings, 1):
-        yield from finding_lines(finding, number)
-        yield ""
+    number = 0
+    for group in stories(verdict.findings):
+        if len(group) > 1:
+            names = dict.fromkeys(finding.invariant for finding in group)
+            yield (
+                f"one story of {len(group)} findings, from position {group[0].position}: "
+                f"{', '.join(names)}"
+            )
+        for finding in group:
+            number += 1
+            yield from finding_lines(finding, number)
+            yield ""
     if verdict.findings_left_off:
         yield f"… and {verdict.findings_left_off} more findings of the same invariants"
         yield ""
@@ -67,8 +77,8 @@ def closing_line(verdict: Verdict) -> str:
     jobs = ", ".join(verdict.jobs) or "no job"
     found = len(verdict.findings) + verdict.findings_left_off
     return (
-        f"{verdict.word}: {found} findings in {jobs}, positions 0 to {verdict.judged_until}; "
-        f"invariants: {parts}"
+        f"{verdict.word}: {found} findings in {jobs}, positions {verdict.first} to "
+        f"{verdict.judged_until}; invariants: {parts}"
     )
 
 

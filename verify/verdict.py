@@ -11,20 +11,27 @@ from shiftbook.ledger.envelope import SYSTEM_JOB
 from shiftbook.ledger.errors import InvalidInput, UnknownJob, UnknownPosition
 from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
-from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.findings import Finding
-from shiftbook.verify.integrity import Integrity, IntegrityReport, sound_events
+from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
+from shiftbook.verify.integrity import (
+    Integrity,
+    IntegrityReport,
+    check_stored,
+    check_whole,
+    sound_events,
+)
 from shiftbook.verify.judge import Judge
-from shiftbook.verify.stored import DamagedPages, RawEvents
+from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events, shown
+from shiftbook.verify.stored import DamagedPages
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
 
 POLL_S = 0.1
 """Pause between two looks at a live ledger."""
 
-UNPROTECTED = (
-    "heads of this ledger are not signed yet: whoever can write its file could replace the whole "
-    "history unnoticed; keep the leaf of the last event somewhere else to compare"
+RANGE_ALONE = (
+    "the archive begins at position {first}, and invariants need the events from 0 on; give "
+    "--integrity-only to ask for the stored bytes alone, or export from 0"
 )
 
 
@@ -48,6 +55,10 @@ class Verdict:
     findings_left_off: int = 0
     integrity_broken: bool = False
     open_operations: dict[str, list[str]] = field(default_factory=dict)
+    protected_until: int = -1
+    """Last position under a fitting head from outside the database; -1 where there is none."""
+    first: int = 0
+    """First position in the range: 0 but for an archive of a range."""
 
     @property
     def exit_code(self) -> int:
@@ -70,11 +81,12 @@ class Verdict:
             "verdict": self.word,
             "exit_code": self.exit_code,
             "jobs": list(self.jobs),
-            "first": 0,
+            "first": self.first,
             "last": self.last,
             "judged_until": self.judged_until,
             "head": self.head,
-            "unprotected_after": -1,
+            "unprotected_after": self.protected_until,
+            "unprotected": self.last - self.protected_until,
             "findings": [finding.plain() for finding in self.findings],
             "findings_left_off": self.findings_left_off,
             "could_not": list(self.could_not),
@@ -89,28 +101,50 @@ def verify(
     job: str | None = None,
     until: int | None = None,
     *,
+    outside: Outside | None = None,
+    require_signed: bool = False,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
+    evidence: str | None = None,
+    integrity_only: bool = False,
 ) -> Verdict:
-    """Verify a ledger, or one job of it, from its first event to the head or ``until``. Only reads.
+    """Verify a ledger or an archive, or one job of it, to its end or ``until``. Only reads.
 
-    ``on_finding`` is called with each finding of the judgement as it is made, ``on_event`` with
-    each position. Raises UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
+    ``outside`` are heads from outside the database and verifier keys, to hold against it;
+    ``require_signed`` makes events after the last of these heads a reason why it could not judge.
+    ``integrity_only`` asks for the stored bytes and heads alone; an archive that does not begin at
+    0 allows no other question, and no head. ``evidence`` is the folder of the segments or its URL
+    (default: beside the ledger, or inside the archive). ``on_finding`` is called with each finding
+    of the judgement as it is made, ``on_event`` with positions as they are reached. Raises
+    UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
     """
     if until is not None and until < 0:
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
-    with RawEvents(ledger_url) as raw:
-        rows = EvidenceFolder(raw)
-        integrity = Integrity(rows)
+    with open_events(ledger_url) as raw:
+        rows = evidence_of(raw, evidence)
+        first = first_position(raw)
+        heads = HeadCheck(outside or Outside()) if not first else None
+        if heads is not None:
+            heads.load(raw)
+        integrity = Integrity(rows, heads, first)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
-        for stored in sound_events(raw, integrity, until):
-            judge.feed(stored)
-            if on_event is not None:
-                on_event(stored.position)
+        if integrity_only or first:
+            check_stored(raw, integrity, until, on_event)
+        else:
+            for stored in sound_events(raw, integrity, until):
+                judge.feed(stored)
+                if on_event is not None:
+                    on_event(stored.position)
         report = integrity.finish()
-        if until is not None and not report.findings and until >= report.events:
-            raise UnknownPosition(until, report.events)
-        return _verdict(ledger_url, job, report, judge)
+        end = first + report.events
+        if until is not None and not report.findings and not first <= until < end:
+            raise UnknownPosition(until, end)
+        signed = HeadReport() if heads is None else heads.finish(raw, until, integrity.tree_damage)
+        key_given = heads is not None and heads.has_key
+        url = shown(ledger_url)
+        if integrity_only or first:
+            return _bytes_verdict(url, report, first, integrity_only, signed, key_given)
+        return _verdict(url, job, report, judge, signed, require_signed, key_given)
 
 
 def follow(
@@ -119,15 +153,21 @@ def follow(
     *,
     stop: threading.Event,
     poll_s: float = POLL_S,
+    outside: Callable[[], Outside] = Outside,
+    require_signed: bool = False,
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
+    evidence: str | None = None,
 ) -> Verdict:
     """Verify a live ledger as it grows, until the judged jobs are closed, damage, or ``stop``.
 
-    The same events give the same verdict as ``verify``. Raises as ``verify`` does.
+    The same events give the same verdict as ``verify``. ``outside`` is called at the end, when
+    the last head is published. Raises as ``verify`` does.
     """
-    with RawEvents(ledger_url) as raw:
-        rows = EvidenceFolder(raw)
+    if archive_path(ledger_url) is not None:
+        raise InvalidInput("expected a ledger to follow, found an archive, which does not grow")
+    with open_events(ledger_url) as raw:
+        rows = evidence_of(raw, evidence)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         after, sound = -1, True
@@ -150,7 +190,14 @@ def follow(
                 continue  # the end is judged at the head, not in the middle of a page
             if _all_closed(judge, job) or not sound or stop.wait(poll_s):
                 break
-        return _verdict(ledger_url, job, integrity.finish(), judge)
+        if sound:
+            check_whole(raw, integrity, integrity.last)
+        heads = HeadCheck(outside())
+        signed = heads.finish(raw, None, integrity.tree_damage)
+        report = integrity.finish()
+        return _verdict(
+            shown(ledger_url), job, report, judge, signed, require_signed, heads.has_key
+        )
 
 
 def _all_closed(judge: Judge, job: str | None) -> bool:
@@ -165,8 +212,52 @@ def _names(judge: Judge) -> list[str]:
     return [name for name in judge.state.jobs if name != SYSTEM_JOB]
 
 
-def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -> Verdict:
-    broken = len(report.findings) > 0 and any(f.invariant == "integrity" for f in report.findings)
+def _bytes_verdict(
+    url: str,
+    report: IntegrityReport,
+    first: int,
+    asked: bool,
+    signed: HeadReport,
+    key_given: bool,
+) -> Verdict:
+    """The verdict of the first pass alone."""
+    if report.events == 0 and not report.findings:
+        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
+    broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
+    notes = list(protection_notes(signed, first + report.events, key_given))
+    if asked:
+        notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
+    could_not = [] if asked else [RANGE_ALONE.format(first=first)]
+    findings = [*report.findings, *signed.findings]
+    return Verdict(
+        url=url,
+        jobs=(),
+        findings=tuple(sorted(findings, key=lambda f: (f.position, f.invariant, f.expected))),
+        coverage=Coverage([*report.rows, *signed.rows]),
+        last=max(first + report.events - 1, report.sound_until),
+        judged_until=report.sound_until,
+        head=report.head.hex() if report.head else "",
+        could_not=tuple(could_not),
+        notes=tuple(notes),
+        findings_left_off=report.findings.left_off,
+        integrity_broken=broken,
+        first=first,
+        protected_until=signed.protected - 1,
+    )
+
+
+def _verdict(
+    url: str,
+    job: str | None,
+    report: IntegrityReport,
+    judge: Judge,
+    signed: HeadReport,
+    require_signed: bool,
+    key_given: bool,
+) -> Verdict:
+    broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
+    if signed.sound is not None and signed.sound <= report.sound_until:
+        report.sound_until, report.head = signed.sound - 1, None
     if not broken:
         if report.events == 0:
             raise NothingToJudge(
@@ -179,15 +270,23 @@ def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -
                 "expected events of a job, found none but the ledger's own; run a job first"
             )
     coverage = judge.close()
-    for row in report.rows:
+    first_pass = [*report.rows, *signed.rows]
+    for row in first_pass:
         row.required = any(
             row.invariant in plan.required_invariants
             for name in judge.benches
             if (plan := judge.state.job(name).plan) is not None
         )
-    coverage.rows[:0] = report.rows
+    coverage.rows[:0] = first_pass
     could_not = _could_not(judge, coverage)
-    notes = [UNPROTECTED]
+    events = max(report.events, report.sound_until + 1)
+    if require_signed and events > signed.protected:
+        could_not.insert(
+            0,
+            f"{events - signed.protected} events from position {signed.protected} on stand under "
+            "no head outside the database; run `shiftbook sign`, and give --heads and --key",
+        )
+    notes = list(protection_notes(signed, events, key_given))
     if broken:
         notes.append(
             f"judged to position {report.sound_until} only: what follows the first damage proves "
@@ -196,7 +295,7 @@ def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -
     for name, bench in judge.benches.items():
         for unknown, count in bench.unknown.items():
             notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
-    findings = [*report.findings, *judge.findings]
+    findings = [*report.findings, *signed.findings, *judge.findings]
     return Verdict(
         url=url,
         jobs=tuple(judge.benches),
@@ -210,6 +309,7 @@ def _verdict(url: str, job: str | None, report: IntegrityReport, judge: Judge) -
         findings_left_off=report.findings.left_off + judge.findings.left_off,
         integrity_broken=broken,
         open_operations=judge.open_operations(),
+        protected_until=signed.protected - 1,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.events.upcasters import lift
 
 Hex128 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 """A 128-bit value, such as a fingerprint, as 32 hex digits."""
@@ -29,6 +30,7 @@ class Event(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     schema_: ClassVar[int] = 1
+    """Version of the fields; a higher one needs an upcaster (upcasters.py) from the one before."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -66,21 +68,42 @@ class Part(BaseModel):
 
 
 class Segment(Part):
-    """A content-addressed Parquet file beside the ledger, bound by its hash."""
+    """A content-addressed Parquet file beside the ledger, bound by its hash and by its schema."""
 
     sha256: Sha256
     rows: Count
     columns: tuple[str, ...]
+    types: tuple[str, ...] | None = None
+    """Kind of each column (`evidence.column_types`); absent where schema 1 bound the segment."""
     bytes: Count
 
 
+def lifted(type_: str, schema: int, body: dict[str, Any]) -> dict[str, Any]:
+    """A stored body as the present schema of its type has it; one that is not known, as it is.
+
+    Raises InvalidEvent for a schema that no version has written.
+    """
+    model = REGISTRY.get(type_)
+    if model is None or schema >= model.schema_ or model is UnknownEvent:
+        return body
+    try:
+        return lift(type_, schema, body, model.schema_)
+    except KeyError as error:
+        raise InvalidEvent(
+            f"{type_}: expected a schema from 1 to {model.schema_} or a newer one, found {schema}"
+        ) from error
+
+
 def parse(type_: str, schema: int, body: dict[str, Any]) -> Event:
-    """Lift a stored body to its model; unknown types and newer schemas become UnknownEvent."""
+    """Lift a stored body to its model; unknown types and newer schemas become UnknownEvent.
+
+    Older schemas pass through their upcasters first. Raises InvalidEvent.
+    """
     model = REGISTRY.get(type_)
     if model is None or schema > model.schema_ or model is UnknownEvent:
         return UnknownEvent.model_validate(body)
     try:
-        return model.model_validate(body)
+        return model.model_validate(lifted(type_, schema, body))
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

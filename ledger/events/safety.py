@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from shiftbook.ledger.events.base import Count, Event, Sha256
 from shiftbook.ledger.topology import Topology
 
@@ -30,8 +32,15 @@ class QuarantineLifted(Event):
 
 
 class DivergenceFlagged(Event):
-    """The verifier holds something against this ledger."""
+    """The verifier holds something against this ledger.
 
+    Schema 2 says how grave it is; schema 1 is lifted as the graver, ``stop``.
+    """
+
+    schema_ = 2
+
+    severity: Literal["stop", "warn"]
+    """``stop``: the policy may be another than was meant; ``warn``: the record is untidy."""
     invariant: str
     at: Count
     expected: str

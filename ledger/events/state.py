@@ -23,6 +23,10 @@ class CheckpointSaved(Event):
     """Draw ordinal of the next sample."""
     bytes: Count
     save_s: float
+    in_flight: tuple[str, ...] | None = None
+    """Uids drawn and held in it; absent where the bundle's manifest says so."""
+    file_parts: dict[str, Hex128] | None = None
+    """Root of each part as read back from the file."""
 
 
 class CheckpointRestored(Event):
@@ -36,6 +40,8 @@ class CheckpointRestored(Event):
     parts: dict[str, Hex128]
     cursor: Count
     restore_s: float
+    file_parts: dict[str, Hex128] | None = None
+    """Root of each part as read from the file, before it went into the live objects."""
 
 
 class StateFirstUsed(Event):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from shiftbook.ledger.events.base import Count, Event, Hex128, Part, Segment, Sha256
 
 
@@ -21,11 +23,24 @@ class SamplesDrawn(Event):
     indices: tuple[Count, ...]
     """Dataset index of each prompt, in order."""
     group_size: Count
+    prompt_digests: tuple[Hex128, ...] | None = None
+    """Token digest of each prompt as it was fed, in the same order."""
+
+
+class Transform(Part):
+    """How a token was drawn from the policy's distribution, and what its log-probability is of."""
+
+    temperature: float
+    top_p: float
+    log_probs: Literal["processed", "raw"]
 
 
 class SamplesGenerated(Event):
     """The samples of one iteration; rows uid, group, turns, tokens, token_digest, logp_digest,
-    version_min, version_max, replica, incarnation stand in the segment."""
+    version_min, version_max, replica, incarnation stand in the segment, and where they are
+    recorded mask_digest, prompt_digest, stream and cache_version_min."""
+
+    schema_ = 2  # the segment names the types of its columns
 
     attempt: str
     iteration: Count
@@ -36,10 +51,13 @@ class SamplesGenerated(Event):
     digest: Sha256
     """SHA-256 over uid, token and log-probability digests in uid order."""
     segment: Segment
+    transform: Transform | None = None
 
 
 class SamplesRewarded(Event):
     """Rewards of one iteration; rows uid, token_digest, reward, scorer stand in the segment."""
+
+    schema_ = 2  # the segment names the types of its columns
 
     attempt: str
     iteration: Count
@@ -60,7 +78,10 @@ class SamplesDropped(Event):
 
 class BatchConsumed(Event):
     """Samples as an update consumed them; rows uid, token_digest, reward, advantage, group,
-    virtual_rank, tokens stand in the segment."""
+    virtual_rank, tokens stand in the segment, and where they are recorded mask_digest and
+    logp_digest (of the behaviour log-probabilities that the loss used)."""
+
+    schema_ = 2  # the segment names the types of its columns
 
     attempt: str
     iteration: Count
@@ -80,6 +101,62 @@ class VirtualRank(Part):
     pid: Count
     device: str
     groups: Count
+
+
+class MicroBatch(Part):
+    """One accumulation of the gradient: what it added, and by what its loss was divided."""
+
+    rank: Count
+    samples: Count
+    tokens: Count
+    divisor: float
+    first_mask: Hex128 | None = None
+    """Digest of the dropout masks that the first forward drew."""
+    recomputed_mask: Hex128 | None = None
+    """Digest of those that the recomputed forward drew; absent where nothing is recomputed."""
+    mask_size: Count | None = None
+    """Elements that dropout drew for."""
+    masked: Count | None = None
+    """Those that it left out."""
+
+
+class RankState(Part):
+    """One physical rank after the update; equal on all of them."""
+
+    rank: Count
+    params: Hex128
+    gradient: Hex128 | None = None
+    """Root of the gradient that it applied."""
+    scale: float | None = None
+    """Loss scale."""
+
+
+class LossTerm(Part):
+    """One declared term of the loss: its coefficient, value and part of the gradient."""
+
+    coefficient: float
+    value: float
+    gradient_norm: float
+    """Norm of its part of the loss's gradient with respect to the log-probabilities."""
+
+
+class Controller(Part):
+    """A value that a rule moves, such as the KL coefficient, before and after the update."""
+
+    before: float
+    after: float
+    inputs: dict[str, float] = {}
+    """What the rule read, by the names of the rule."""
+
+
+class Residual(Part):
+    """A computation done again from its recorded inputs: how far the job's result lies from it."""
+
+    largest: float
+    """Largest absolute difference."""
+    allowed: float
+    """What rounding on this stack explains, as measured or derived where it was recomputed."""
+    compared: Count
 
 
 class UpdateApplied(Event):
@@ -105,3 +182,22 @@ class UpdateApplied(Event):
     clipped: bool
     skipped: bool
     virtual_ranks: tuple[VirtualRank, ...]
+    cast_before: Hex128 | None = None
+    """Root of the masters cast to the policy's dtype."""
+    cast_after: Hex128 | None = None
+    ema_before: Hex128 | None = None
+    ema_after: Hex128 | None = None
+    optimizer_step_least: Count | None = None
+    """Least counter over all parameters."""
+    optimizer_step_most: Count | None = None
+    scheduler_step: Count | None = None
+    """Updates that the learning-rate schedule has counted after this one."""
+    micro_batches: tuple[MicroBatch, ...] | None = None
+    ranks: tuple[RankState, ...] | None = None
+    loss_terms: dict[str, LossTerm] | None = None
+    controllers: dict[str, Controller] | None = None
+    recomputed: dict[str, Residual] | None = None
+    unmoved: tuple[str, ...] | None = None
+    """Parameters with a gradient whose masters kept every bit; empty where all of them moved."""
+    moved_frozen: tuple[str, ...] | None = None
+    """Parameters without a gradient whose masters changed."""

@@ -3,6 +3,7 @@ CREATE TABLE IF NOT EXISTS findings (
     position BIGINT,
     job VARCHAR,
     invariant VARCHAR,
+    severity VARCHAR,
     at_position BIGINT,
     expected VARCHAR,
     found VARCHAR,
@@ -16,6 +17,8 @@ SELECT
     position,
     job,
     body ->> '$.invariant',
+    -- Schema 1 did not say; it is lifted as the graver, as in ledger/events/upcasters.py.
+    coalesce(body ->> '$.severity', 'stop'),
     whole_at(body, '$.at'),
     body ->> '$.expected',
     body ->> '$.found',

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from shiftbook.ledger.errors import ShiftbookError
@@ -36,6 +35,9 @@ TURN_WAIT_S = (0.002, 0.02)
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
 FIND_LIMIT_S = 10.0
+WATCH_S = 5.0
+LEDGER_LIMIT_S = 2.0
+"""How long a check of a grant waits for a ledger that is out of reach."""
 NO_WORK_S = 0.05
 """A replica that was given nothing for so long has nothing to work on."""
 
@@ -159,8 +161,9 @@ class WorkerHost:
         )
 
     def watch(self) -> None:
-        """Never returns: whoever waits for this call learns at once when the process dies."""
-        threading.Event().wait()
+        """Takes long: whoever waits for this call learns at once when the process dies, and calls
+        again when it ends. A caller that died holds one of this process's threads until then."""
+        threading.Event().wait(WATCH_S)
 
     def attach(self, assignment: Assignment) -> dict[str, Any]:
         """Serve a job. Changes nothing that a job owns: refused while another's state is here."""
@@ -179,13 +182,17 @@ class WorkerHost:
             if self._component is not None:
                 self._component.close()
             self.assignment = assignment
-            ledger_file = Path(assignment.ledger_url.removeprefix("sqlite:///"))
             self._checker = GrantChecker(
-                lambda: Ledger.open(assignment.ledger_url, create=False, read_only=True),
+                lambda: Ledger.open(
+                    assignment.ledger_url,
+                    create=False,
+                    read_only=True,
+                    lock_timeout_s=LEDGER_LIMIT_S,
+                ),
                 assignment.job,
                 () if self.spec.device is None else (self.spec.device,),
             )
-            locks = lock_directory(ledger_file)
+            locks = lock_directory(assignment.ledger_url)
             device = self.spec.device
             self._presence = None if device is None else Presence(locks, device)
             find = _line_of(assignment.loop_name)

@@ -210,10 +210,10 @@ def step(gate: Gate, grant: Grant, status: str) -> Any:
     raise AssertionError(f"no step {status}")
 
 
-def open_gate(path: Path, clock: Clock | None = None, *, by: str = "gate") -> Gate:
-    """A gate on a ledger file."""
+def open_gate(url: str, clock: Clock | None = None, *, by: str = "gate") -> Gate:
+    """A gate on a ledger."""
     clock_ = clock or Clock()
-    ledger = Ledger.open(f"sqlite:///{path}", now_ns=clock_.now_ns)
+    ledger = Ledger.open(url, now_ns=clock_.now_ns)
     return Gate(ledger, by=by, boottime_s=clock_.boottime_s, now_ns=clock_.now_ns)
 
 
@@ -281,10 +281,15 @@ class FileMover:
         self.log.append("close")
 
 
+WORLD_FOLDER = "SHIFTBOOK_TEST_WORLD"
+"""Environment variable that names the folder of clusters, for child processes too."""
+
+
 def world_path(ledger: Ledger) -> Path:
     """Where the cluster of a ledger's job is kept."""
-    assert ledger.path is not None
-    return Path(ledger.path).with_suffix(".world.json")
+    if ledger.path is not None:
+        return Path(ledger.path).with_suffix(".world.json")
+    return Path(os.environ[WORLD_FOLDER]) / "world.json"
 
 
 def open_file_mover(ledger: Ledger, job: str) -> FileMover:

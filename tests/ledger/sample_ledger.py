@@ -621,6 +621,7 @@ def write_every_status(path: Path) -> Ledger:
     last.put(
         safety.DivergenceFlagged(
             invariant="sampling-order",
+            severity="stop",
             at=3,
             expected="draw 4 after draw 3",
             found="draw 5",

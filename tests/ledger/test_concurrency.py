@@ -101,8 +101,8 @@ def assert_whole(ledger: Ledger) -> list:
     return stored
 
 
-def test_processes_with_threads_leave_no_gap(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/ledger.db"
+def test_processes_with_threads_leave_no_gap(store_url: str) -> None:
+    url = store_url
     batches = [1 if n % 3 == 2 else 1 + n % 2 for n in range(APPENDS)]
     expected = PROCESSES * THREADS * sum(batches)
     with Ledger.open(url) as ledger:
@@ -142,10 +142,10 @@ def test_processes_with_threads_leave_no_gap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_what_was_acknowledged_survives_sigkill(tmp_path: Path, seed: int) -> None:
+def test_what_was_acknowledged_survives_sigkill(store_url: str, seed: int) -> None:
     print(f"seed {seed}")
     chance = random.Random(seed)
-    url = f"sqlite:///{tmp_path}/ledger.db"
+    url = store_url
     Ledger.open(url).close()
     children = [start(MORTAL, url, f"m{seed}-{n}") for n in range(3)]
     acknowledged: dict[str, tuple[int, int]] = {}

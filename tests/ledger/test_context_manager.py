@@ -9,7 +9,6 @@ process and by child processes that die inside the block.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -51,8 +50,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def gate(tmp_path: Path, clock: Clock) -> Iterator[Gate]:
-    made = open_gate(tmp_path / "book.db", clock)
+def gate(store_url: str, clock: Clock) -> Iterator[Gate]:
+    made = open_gate(store_url, clock)
     running(made)
     yield made
     made.ledger.close()

@@ -97,6 +97,9 @@ def test_example_command_lines_parse(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "verdict.json").write_text("{}", encoding="utf-8")
     command = OURS[words[0]].load()
+    if isinstance(command, click.Group):
+        words = words[1:]
+        command = command.commands[words[0]]
     context = command.make_context(words[0], words[1:])
     assert context.params
 

@@ -263,6 +263,16 @@ def file_size_limit(limit: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_an_index_that_cannot_be_made(path: Path) -> None:
+    """A reader without the log's index would not see what is appended from then on."""
+    with file_size_limit(10_000):
+        for options in ({}, {"read_only": True}):
+            says(LedgerUnreachable, path, "ledger.db", **options)
+    with Ledger.open(f"sqlite:///{path}") as ledger:
+        ledger.append("job", fork())
+        assert ledger.head().size == 201
+
+
 def test_a_log_that_cannot_grow(path: Path) -> None:
     """The write fails in the middle of a commit: told, nothing acknowledged is lost, goes on."""
     ledger = Ledger.open(f"sqlite:///{path}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -69,8 +68,8 @@ REACHED = ("granted", "quiesced", "transferred", "verified")
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = open_gate(tmp_path / "book.db")
+def gate(store_url: str) -> Iterator[Gate]:
+    made = open_gate(store_url)
     yield made
     made.ledger.close()
 
@@ -265,8 +264,8 @@ def test_outage_keeps_the_standing_grant_and_stops_moves(gate: Gate) -> None:
     assert started_in_outage.floor == move.epoch
 
 
-def test_a_controller_stopped_through_its_time_limit_can_do_nothing(tmp_path: Path) -> None:
-    gate = open_gate(tmp_path / "book.db", Clock())
+def test_a_controller_stopped_through_its_time_limit_can_do_nothing(store_url: str) -> None:
+    gate = open_gate(store_url, Clock())
     running(gate, step_limit_s=0.3)
     mover = FileMover.create(world_path(gate.ledger), HALF)
     with Process("controller", gate.ledger.url, "j") as controller:
@@ -295,8 +294,8 @@ def test_a_controller_stopped_through_its_time_limit_can_do_nothing(tmp_path: Pa
         assert gate.ledger.state().job("j").operations[old.operation].status == "rolled_back"
 
 
-def test_a_controller_that_comes_too_late_before_anybody_recovered(tmp_path: Path) -> None:
-    gate = open_gate(tmp_path / "book.db", Clock())
+def test_a_controller_that_comes_too_late_before_anybody_recovered(store_url: str) -> None:
+    gate = open_gate(store_url, Clock())
     running(gate, step_limit_s=0.2)
     FileMover.create(world_path(gate.ledger), HALF)
     with Process("controller", gate.ledger.url, "j") as controller:

@@ -8,7 +8,6 @@ SQLite file with a boot clock and a wall clock that the test moves.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,8 +69,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def gate(tmp_path: Path, clock: Clock) -> Iterator[Gate]:
-    made = open_gate(tmp_path / "book.db", clock)
+def gate(store_url: str, clock: Clock) -> Iterator[Gate]:
+    made = open_gate(store_url, clock)
     yield made
     made.ledger.close()
 
@@ -271,11 +270,11 @@ def test_cooldown_counts_on_the_boot_clock_of_the_gate(gate: Gate, clock: Clock)
 
 
 def test_cooldown_of_a_move_that_another_process_ended(
-    gate: Gate, clock: Clock, tmp_path: Path
+    gate: Gate, clock: Clock, store_url: str
 ) -> None:
     running(gate, cooldown_s=30.0)
     advance(gate, granted(gate), "committed")
-    other = open_gate(tmp_path / "book.db", clock, by="other")
+    other = open_gate(store_url, clock, by="other")
     clock.wall_ns += int(29e9)
     with pytest.raises(Rejected, match="cooldown"):
         other.propose("j", proposal(HALF))
@@ -350,10 +349,10 @@ def test_proposal_and_grant_may_be_repeated(gate: Gate) -> None:
         gate.propose("j", proposal(), operation="second")
 
 
-def test_a_grant_is_given_to_one_controller(gate: Gate, clock: Clock, tmp_path: Path) -> None:
+def test_a_grant_is_given_to_one_controller(gate: Gate, clock: Clock, store_url: str) -> None:
     running(gate)
     grant = granted(gate)
-    other = open_gate(tmp_path / "book.db", clock, by="other")
+    other = open_gate(store_url, clock, by="other")
     with pytest.raises(IllegalStep, match="granted"):
         other.grant("j", grant.operation)
     with pytest.raises(StaleGrant, match="granted to gate@"):
@@ -481,11 +480,11 @@ def test_poison_and_what_an_operator_may_do(gate: Gate) -> None:
 
 
 def test_a_newer_epoch_makes_every_earlier_grant_stale(
-    gate: Gate, clock: Clock, tmp_path: Path
+    gate: Gate, clock: Clock, store_url: str
 ) -> None:
     running(gate)
     old = advance(gate, granted(gate), "quiesced")
-    other = open_gate(tmp_path / "book.db", clock, by="recover")
+    other = open_gate(store_url, clock, by="recover")
     new = other.take_over("j", old.operation, "controller presumed dead")
     assert new.epoch > old.epoch
     for status in ("quiesced", "transferred", "rolled_back", "poisoned"):
@@ -531,6 +530,19 @@ def test_a_step_after_its_time_limit_is_refused(gate: Gate, clock: Clock, reache
         step(gate, new, "committed")
     else:
         step(gate, grant, "rolled_back")
+
+
+def test_a_reboot_has_a_limit_of_its_own(gate: Gate, clock: Clock) -> None:
+    """Processes start anew within a step, which takes longer than any step of the other moves."""
+    running(gate, step_limit_s=20.0, reboot_limit_s=90.0)
+    gate.ledger.append("j", bundle())
+    grant = granted(gate, strategy="reboot")
+    step(gate, grant, "quiesced")
+    clock.boot_s += 89.0
+    step(gate, grant, "transferred")
+    clock.boot_s += 91.0
+    with pytest.raises(StepTimeout, match=r"within 90 s of .*found 91\.000 s"):
+        step(gate, grant, "verified")
 
 
 def test_repeating_a_step_is_never_too_late(gate: Gate, clock: Clock) -> None:

@@ -52,6 +52,7 @@ from shiftbook.ledger.recovery import recover
 from shiftbook.ledger.state import JobState, LedgerState, OperationState, fold
 from shiftbook.ledger.topology import Topology
 from tests.ledger.gate_cases import Clock, gain, opened, proposal, start, step, sync_started
+from tests.ledger.stores import new_url
 
 LIMIT_S = 20.0
 DEVICES = {"j": ("n/0", "n/1"), "k": ("n/1", "n/2")}
@@ -232,6 +233,8 @@ FUSES = st.one_of(st.none(), st.integers(0, 14))
 class GateMachine(RuleBasedStateMachine):
     """Drives the gate as controllers, operators, training loops and recoveries do."""
 
+    store = "sqlite"
+
     @initialize()
     def begin(self) -> None:
         # In memory where there is such a place: the machine tests decisions, not disks.
@@ -239,7 +242,7 @@ class GateMachine(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
         self.clock = Clock()
         self.fuse = Fuse()
-        self.url = f"sqlite:///{Path(self.folder.name) / 'book.db'}"
+        self.url = new_url(self.store, Path(self.folder.name))
         self.ledger = Ledger.open(self.url, now_ns=self.clock.now_ns)
         self.mortal = Mortal(self.ledger, self.fuse)
         self.lives = 0
@@ -681,6 +684,16 @@ class TestGateMachine(GateMachine.TestCase):  # type: ignore[name-defined,misc]
     """A short run, with the same examples each time."""
 
     settings = settings(max_examples=60, stateful_step_count=40, derandomize=True, **COMMON)
+
+
+class PostgresGateMachine(GateMachine):
+    store = "postgresql"
+
+
+class TestPostgresGateMachine(PostgresGateMachine.TestCase):  # type: ignore[name-defined,misc]
+    """The same on the other store; fewer examples, since the decisions are the same code."""
+
+    settings = settings(max_examples=15, stateful_step_count=40, derandomize=True, **COMMON)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ from tests.ledger.gate_cases import Process
 ROUNDS = 1_000
 
 
-def test_two_jobs_never_own_one_device(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'book.db'}"
+def test_two_jobs_never_own_one_device(store_url: str, tmp_path: Path) -> None:
+    url = store_url
     Ledger.open(url).close()
     wins = {"j": 0, "k": 0}
     with (

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.group_commit import MAX_REQUESTS, GroupCommit, Request
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Receipt
+from tests.ledger.gate_cases import await_
 
 DEADLINE_S = 30.0
 
@@ -28,9 +28,9 @@ def fork(reason: object) -> Event:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path):
+def ledger(store_url: str):
     clock = itertools.count(1).__next__
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", now_ns=clock) as opened:
+    with Ledger.open(store_url, now_ns=clock) as opened:
         yield opened
 
 
@@ -104,6 +104,36 @@ def test_a_lone_append_commits_in_its_own_thread() -> None:
     assert seen == [(threading.get_ident(), 1)] * 3
 
 
+def test_those_that_were_taken_along_come_back_during_the_next_commit() -> None:
+    """Each commit waits here until every other thread stands in the queue, as a slow disk would."""
+    threads, appends = 8, 5
+    alive = set(range(threads))
+    sizes: list[int] = []
+
+    def commit(group: Sequence[Request]) -> None:
+        await_(lambda: len(shared._queue) + len(group) == len(alive), DEADLINE_S)
+        sizes.append(len(group))
+        for request in group:
+            request.receipt = Receipt("a", 0, 0, 0, 0)
+
+    shared = GroupCommit(commit, DEADLINE_S)
+
+    def work(number: int) -> None:
+        try:
+            for _ in range(appends):
+                shared.submit(Request("a", [], None, None))
+        finally:
+            alive.discard(number)
+
+    running = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(DEADLINE_S)
+    assert sum(sizes) == threads * appends
+    assert len(sizes) <= 2 * appends, f"shared by those that wait: {sizes}"
+
+
 def test_a_group_is_bounded() -> None:
     sizes: list[int] = []
 
@@ -168,8 +198,8 @@ def test_an_interrupted_commit_leaves_nobody_waiting() -> None:
     assert isinstance(follower.error, AppendInDoubt)
 
 
-def test_waiting_for_the_lock_ends(tmp_path: Path) -> None:
-    ledger = Ledger.open(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_s=0.05)
+def test_waiting_for_the_lock_ends(store_url: str) -> None:
+    ledger = Ledger.open(store_url, lock_timeout_s=0.05)
     caught: list[object] = []
     started, release = threading.Event(), threading.Event()
 

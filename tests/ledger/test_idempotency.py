@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -27,8 +26,8 @@ def fork(reason: str) -> Event:
 
 
 @pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path}/ledger.db"
+def url(store_url: str) -> str:
+    return store_url
 
 
 @pytest.fixture

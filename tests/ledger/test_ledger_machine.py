@@ -12,6 +12,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import psycopg
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Decision, Ledger
 from shiftbook.ledger.state import fold
+from tests.ledger.stores import new_url, postgres_of_the_session
 
 JOBS = st.sampled_from(["a", "b", "ж"])
 BATCHES = st.lists(st.sampled_from(["x", "y", "é", ""]), min_size=1, max_size=4)
@@ -50,6 +52,7 @@ def events(reasons: list[str]) -> list[Event]:
 
 
 class LedgerMachine(RuleBasedStateMachine):
+    store = "sqlite"
     keyed = Bundle("keyed")
 
     @initialize()
@@ -58,10 +61,11 @@ class LedgerMachine(RuleBasedStateMachine):
         self.copies = 0
         self.rows: list[Row] = []
         self.keys: dict[tuple[str, str], tuple[list[str], int]] = {}
+        self.url = new_url(self.store, self.folder)
         self.handles = [self.open(0), self.open(1)]
 
     def open(self, number: int) -> Ledger:
-        return Ledger.open(f"sqlite:///{self.folder}/ledger.db", writer=f"w{number}")
+        return Ledger.open(self.url, writer=f"w{number}")
 
     def teardown(self) -> None:
         for handle in getattr(self, "handles", []):
@@ -148,7 +152,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.handles[number].close()
         self.handles[number] = self.open(number)
 
-    @precondition(lambda self: self.copies < 3)
+    @precondition(lambda self: self.copies < 3 and self.store == "sqlite")
     @rule()
     def crash(self) -> None:
         """Go on with the files as a kill at this moment leaves them.
@@ -162,7 +166,19 @@ class LedgerMachine(RuleBasedStateMachine):
             handle.close()
         shutil.rmtree(self.folder)
         self.folder = target
+        self.url = new_url(self.store, self.folder)
         self.handles = [self.open(0), self.open(1)]
+
+    @precondition(lambda self: self.copies < 3 and self.store == "postgresql")
+    @rule(number=HANDLES)
+    def cut(self, number: int) -> None:
+        """The server ends every connection; the handles go on by themselves."""
+        self.copies += 1
+        with psycopg.connect(**postgres_of_the_session().parameters) as connection:
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE application_name = 'shiftbook'"
+            )
 
     @invariant()
     def the_book_is_the_list(self) -> None:
@@ -186,10 +202,16 @@ class LedgerMachine(RuleBasedStateMachine):
                 handle.event(len(self.rows))
 
 
-LedgerMachine.TestCase.settings = settings(
-    max_examples=25,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+class PostgresLedgerMachine(LedgerMachine):
+    store = "postgresql"
+
+
+for machine in (LedgerMachine, PostgresLedgerMachine):
+    machine.TestCase.settings = settings(
+        max_examples=25,
+        stateful_step_count=20,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 TestLedgerMachine = LedgerMachine.TestCase
+TestPostgresLedgerMachine = PostgresLedgerMachine.TestCase

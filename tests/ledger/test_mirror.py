@@ -23,7 +23,7 @@ import pytest
 from shiftbook.ledger.errors import NotALedger
 from shiftbook.ledger.events import observation
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.mirror import TABLES, Mirror, event_batches, mirror_path, projection
+from shiftbook.ledger.mirror import TABLES, Mirror, event_batches, projection
 from tests.ledger.sample_ledger import (
     DEVICES,
     ROLL,
@@ -219,8 +219,7 @@ def test_another_ledger_under_the_same_name_is_mirrored_anew(tmp_path: Path) -> 
 
 
 def test_a_mirror_that_is_no_database_is_made_again(sample: Ledger) -> None:
-    assert sample.path is not None
-    mirror_path(sample.path).write_bytes(b"this is no database" * 1000)
+    sample.beside(".mirror.duckdb").write_bytes(b"this is no database" * 1000)
     with Mirror.open(sample) as mirror:
         assert mirror.size == sample.head().size
         assert mirror.path is not None

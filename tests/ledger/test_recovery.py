@@ -59,8 +59,8 @@ ENDS = {
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = open_gate(tmp_path / "book.db", Clock())
+def gate(store_url: str) -> Iterator[Gate]:
+    made = open_gate(store_url, Clock())
     yield made
     made.ledger.close()
 

@@ -8,7 +8,6 @@ real file; what is read back must give the same body, the same model and the sto
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -33,8 +32,8 @@ SHARED_FOLDER = settings(
 
 
 @pytest.fixture
-def ledger(tmp_path: Path):
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as opened:
+def ledger(store_url: str):
+    with Ledger.open(store_url) as opened:
         yield opened
 
 

@@ -228,7 +228,7 @@ def test_of_other_code_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with write_sample(path) as ledger:
         seen(ledger.state())
         name = next(iter(ledger.jobs()))
-    ours = Snapshots.beside(path)
+    ours = Snapshots(path.with_name(path.name + ".snapshots"))
     assert ours.job(name) is not None
     assert ours.shared() is not None
     monkeypatch.setattr(snapshots, "fold_code", lambda: "f" * 64)
@@ -267,7 +267,7 @@ def test_numbers_that_are_not_finite_come_back(tmp_path: Path, value: str) -> No
         full = seen(fold(ledger.read()))
         assert seen(ledger.state()) == full
     with Ledger.open(f"sqlite:///{path}") as ledger:
-        assert Snapshots.beside(path).job(proposed.job) is not None
+        assert Snapshots(path.with_name(path.name + ".snapshots")).job(proposed.job) is not None
         assert seen(ledger.state()) == full
 
 

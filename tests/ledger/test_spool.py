@@ -70,8 +70,8 @@ class Door:
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+def door(store_url: str) -> Iterator[Door]:
+    with Ledger.open(store_url) as ledger:
         yield Door(ledger)
 
 

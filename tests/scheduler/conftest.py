@@ -21,15 +21,15 @@ JOB_LIMIT_S = 180.0
 class OnRay:
     """A ledger of its own and small jobs on the shared cluster."""
 
-    def __init__(self, folder: Path, cluster: Any) -> None:
+    def __init__(self, folder: Path, cluster: Any, url: str | None = None) -> None:
         from shiftbook.jobs.runner import Place
         from shiftbook.scheduler.cluster import cluster_path
 
-        self.place = Place(folder)
+        self.place = Place(folder, url)
         self.cluster = cluster
         self.devices: tuple[str, ...] = cluster.devices
         self.ledger = Ledger.open(self.place.ledger_url)
-        cluster.file.save(cluster_path(self.place.ledger_file))
+        cluster.file.save(cluster_path(self.place.ledger_url))
         self.running: list[Any] = []
 
     def start(self, job: str, *, slots: int = 2, **values: Any) -> Any:

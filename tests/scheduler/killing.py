@@ -28,7 +28,7 @@ def run_and_kill_everything(place: Place, size: dict[str, Any]) -> None:
             return ledger.state().job(JOB).iteration >= 1
 
     until(one_iteration, 150)
-    cluster = ClusterFile.load(cluster_path(place.ledger_file))
+    cluster = ClusterFile.load(cluster_path(place.ledger_url))
     for pid in [child.pid, *processes(cluster)]:
         os.kill(pid, signal.SIGKILL)
     child.wait()

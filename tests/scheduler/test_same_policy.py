@@ -8,11 +8,16 @@ iteration are compared, and each ledger must be judged clean.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 
 from shiftbook.ledger.events.reallocation import ReallocationQuiesced
 from shiftbook.ledger.events.training import UpdateApplied
+from shiftbook.ledger.topology import Topology
 from tests.scheduler.conftest import OnRay
+from tests.scheduler.test_faults import in_training, propose_until
 from tests.scheduler.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -26,7 +31,9 @@ def test_every_schedule_gives_the_same_samples_and_the_same_policy(on_ray: OnRay
     on_ray.run("two-two", slots=4, schedule="static", rollout_slots=2, **size)
     on_ray.run("phases", slots=4, schedule="timeshared", **size)
     on_ray.run("random", slots=4, schedule="dynamic", random_moves=MOVE_SEED, **size)
-    records = {job: on_ray.record(job) for job in ("one-one", "two-two", "phases", "random")}
+    interrupt(on_ray, "interrupted", **size)
+    jobs = ("one-one", "two-two", "phases", "random", "interrupted")
+    records = {job: on_ray.record(job) for job in jobs}
     for job, record in records.items():
         assert record == records["one-one"], job
         assert all(all(entry) for entry in record.values()), job
@@ -37,13 +44,6 @@ def test_every_schedule_gives_the_same_samples_and_the_same_policy(on_ray: OnRay
     moves = on_ray.ledger.state().job("random").operations.values()
     print("moves:", [(move.strategy, move.status) for move in moves])
     assert {m.strategy for m in moves if m.status == "committed"} == {"pause", "reshard"}
-    custody = [
-        handed
-        for stored in on_ray.ledger.read(job="random", types={"ReallocationQuiesced"})
-        if isinstance(event := stored.parsed(), ReallocationQuiesced)
-        for handed in event.custody
-    ]
-    assert any(handed.partial_tokens for handed in custody), "no move met an unfinished turn"
 
     ranks = [
         event.virtual_ranks
@@ -55,6 +55,55 @@ def test_every_schedule_gives_the_same_samples_and_the_same_policy(on_ray: OnRay
         assert [place.virtual_rank for place in places] == [0, 1, 2, 3]
         assert len({place.pid for place in places}) == 4
         assert {place.device for place in places} == set(on_ray.devices)
+
+
+def interrupt(on_ray: OnRay, job: str, **size: Any) -> None:
+    """Run a job and take devices from engines whose lanes are all decoding, until a move has met
+    an unfinished turn: whether one that is drawn at random does is left to chance."""
+    import ray
+
+    first, last = on_ray.devices[:2]
+    both = {"tool": [], "inference": [first, last]}
+    layouts = [
+        Topology.of(both | {"rollout": [first], "trainer": [first, last]}),
+        Topology.of(both | {"rollout": [first, last], "trainer": [first]}),
+    ]
+    running = on_ray.start(job, slots=2, schedule="dynamic", proposer="operator", **size)
+
+    def decoding() -> bool:
+        telemetry = ray.get(running.loop.telemetry.remote(), timeout=30)
+        assert telemetry["phase"] != "ended", "no move met an unfinished turn"
+        return any(figures.get("running", 0) > 1 for figures in telemetry["figures"].values())
+
+    in_training(on_ray, job)
+    while not met_unfinished_turns(on_ray, job):
+        until(decoding, 60)
+        before = on_ray.ledger.state().job(job).topology
+        after = layouts[len(before.placement()["trainer"]) - 1]
+        propose_until(on_ray, job, after, partial(moved_since, on_ray, job, before))
+    running.wait(120)
+    running.end()
+
+
+def moved_since(on_ray: OnRay, job: str, before: Topology) -> bool:
+    """True once the topology is another one."""
+    return not on_ray.ledger.state().job(job).topology.matches(before)
+
+
+def met_unfinished_turns(on_ray: OnRay, job: str) -> bool:
+    """True once a move that was committed handed over turns with some of their tokens."""
+    committed = {
+        name
+        for name, move in on_ray.ledger.state().job(job).operations.items()
+        if move.status == "committed"
+    }
+    return any(
+        handed.partial_tokens
+        for stored in on_ray.ledger.read(job=job, types={"ReallocationQuiesced"})
+        if stored.operation in committed
+        if isinstance(event := stored.parsed(), ReallocationQuiesced)
+        for handed in event.custody
+    )
 
 
 def test_a_warm_process_without_a_device_holds_nothing(on_ray: OnRay) -> None:
@@ -71,3 +120,22 @@ def test_a_warm_process_without_a_device_holds_nothing(on_ray: OnRay) -> None:
             assert (status["resident_bytes"] > 0) == (replica in placed), replica
     running.wait(120)
     running.end()
+
+
+def test_many_callers_that_died_leave_a_worker_able_to_answer(on_ray: OnRay) -> None:
+    """A loop watches every worker; attempts and jobs that ended must not use up its threads."""
+    import ray
+
+    from shiftbook.scheduler.fleet import HOST_THREADS
+    from shiftbook.scheduler.workers.host import WATCH_S
+
+    replica, status = next(iter(on_ray.statuses().items()))
+    handle = ray.get_actor(f"host:{replica}", namespace="shiftbook")
+
+    @ray.remote(num_cpus=0)
+    def watch_and_die() -> None:
+        handle.watch.remote()
+
+    ray.get([watch_and_die.remote() for _ in range(2 * HOST_THREADS)], timeout=60)
+    answer = ray.get(handle.status.remote(), timeout=4 * WATCH_S)
+    assert answer["incarnation"] == status["incarnation"]

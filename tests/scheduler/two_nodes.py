@@ -29,7 +29,7 @@ def main(folder: str, job: str, values: str, kills: str) -> None:
     place.folder.mkdir(parents=True, exist_ok=True)
     Ledger.open(place.ledger_url).close()
     cluster = start_head(1, node="n0")
-    cluster.save(cluster_path(place.ledger_file))
+    cluster.save(cluster_path(place.ledger_url))
     try:
         before = set(processes(cluster))
         start_node(cluster, 1, node="n1")

@@ -14,11 +14,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.sampler import HASH_SORT, expected_draws
 from shiftbook.ledger.digests import consumed_digest, generated_digest, rewarded_digest
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.events import job as job_events
-from shiftbook.ledger.events import lease, life, observation, reallocation, state, sync, training
+from shiftbook.ledger.events import (
+    lease,
+    life,
+    observation,
+    probes,
+    reallocation,
+    state,
+    sync,
+    training,
+)
 from shiftbook.ledger.events.base import Event, Segment
 from shiftbook.ledger.evidence import write_segment
 from shiftbook.ledger.ledger import Ledger
@@ -50,6 +60,21 @@ def policy(version: int) -> str:
     return h128("model", version)
 
 
+def rng_state(rank: int, version: int) -> str:
+    """Digest of a rank's generator at a version."""
+    return h128("rng", rank, version)
+
+
+def prompt(index: int) -> str:
+    """Digest of a prompt."""
+    return h128("prompt", index)
+
+
+def coefficient(version: int) -> float:
+    """The KL coefficient at a version: half of it is what each update adds."""
+    return 0.01 * 1.05**version
+
+
 def parts(version: int) -> dict[str, str]:
     """Parts of the training state at a version."""
     return {
@@ -57,7 +82,14 @@ def parts(version: int) -> dict[str, str]:
         "masters": h128("masters", version),
         "optimizer": h128("optimizer", version),
         "reference": h128("reference"),
+        "rng:rank/0": root({"state": rng_state(0, version)}),
+        "rng:rank/1": root({"state": rng_state(1, version)}),
     }
+
+
+def dataset_digest() -> str:
+    """Digest of the data set, as the recorder makes it."""
+    return hashlib.sha256("\n".join(prompt(i) for i in range(DATASET)).encode()).hexdigest()
 
 
 def make_plan(**changes: Any) -> Plan:
@@ -66,7 +98,7 @@ def make_plan(**changes: Any) -> Plan:
         seed=SEED,
         iterations=4,
         data=DataPlan(
-            dataset_digest="d",
+            dataset_digest=dataset_digest(),
             tokenizer_digest="t",
             dataset_size=DATASET,
             sampler_rule=HASH_SORT,
@@ -80,6 +112,15 @@ def make_plan(**changes: Any) -> Plan:
             virtual_ranks=RANKS,
             learning_rate=RATE,
             loss_terms={"policy": 1.0, "kl": 0.01},
+            controllers={
+                "kl_coefficient": {
+                    "rule": "adaptive-kl",
+                    "first": 0.01,
+                    "target": 0.005,
+                    "gain": 0.25,
+                    "limit": 0.2,
+                }
+            },
         ),
         moves=MovePlan(),
         required_invariants=(*(i.id for i in INVARIANTS), "integrity", "evidence"),
@@ -178,7 +219,7 @@ def _final(entry: Entry, ledger: Ledger) -> Event:
     if rows is None:
         return entry.event
     fields: dict[str, Any] = {"segment": write_segment(ledger, rows)}
-    if entry.filled:
+    if entry.filled and "uid" in rows:
         fields["count"] = len(rows["uid"])
         if entry.name == "SamplesRewarded":
             scored = zip(rows["uid"], rows["token_digest"], rows["reward"], strict=True)
@@ -242,10 +283,52 @@ class Maker:
         self.attempt = attempt
         for component, replica in topology.walk():
             self.replica(component, replica.name, replica.devices)
+        self.data()
+        self.random(iteration, "start")
         if self.bundle is not None:
             self.restore(iteration)
             self.first_use("trainer", "trainer-n.3", "restore", parts(self.version))
         self.sync()
+
+    def data(self) -> None:
+        """DataBuilt with its rows."""
+        self.run.add(
+            probes.DataBuilt(
+                attempt=self.attempt,
+                dataset_digest=dataset_digest(),
+                tokenizer_digest="t",
+                size=DATASET,
+                segment=NO_SEGMENT,
+            ),
+            rows={"index": list(range(DATASET)), "digest": [prompt(i) for i in range(DATASET)]},
+        )
+
+    def random(self, iteration: int, moment: str) -> None:
+        """RandomStatesRecorded at the present version."""
+        self.run.add(
+            probes.RandomStatesRecorded(
+                attempt=self.attempt,
+                iteration=iteration,
+                moment=moment,  # type: ignore[arg-type]
+                states={f"rank/{rank}": rng_state(rank, self.version) for rank in range(2)},
+            )
+        )
+
+    def replayed(self, iteration: int) -> None:
+        """LogProbsReplayed of one sample."""
+        self.run.add(
+            probes.LogProbsReplayed(
+                attempt=self.attempt,
+                iteration=iteration,
+                what="behaviour",
+                replica="rollout-n.0",
+                version=self.version,
+                samples=1,
+                tokens=7,
+                mean_gap=1e-7,
+                largest_gap=3e-7,
+            )
+        )
 
     def replica(self, component: str, name: str, devices: tuple[str, ...]) -> None:
         """A process of a replica."""
@@ -351,6 +434,7 @@ class Maker:
                 cursor=self.cursor,
                 bytes=100,
                 save_s=0.1,
+                file_parts=parts(self.version),
             )
         )
 
@@ -385,6 +469,7 @@ class Maker:
                 start=self.cursor,
                 indices=tuple(d.index for d in draws),
                 group_size=GROUP,
+                prompt_digests=tuple(prompt(d.index) for d in draws),
             )
         )
 
@@ -408,6 +493,10 @@ class Maker:
             "version_max": [self.version] * len(uids),
             "replica": owner,
             "incarnation": [self.incarnations[name] for name in owner],
+            "mask_digest": [h128("mask", uid) for uid in uids],
+            "prompt_digest": [prompt(index_of(int(uid[:6]))) for uid in uids],
+            "stream": [h128("stream", uid) for uid in uids],
+            "cache_version_min": [self.version] * len(uids),
         }
         self.run.add(
             training.SamplesGenerated(
@@ -419,6 +508,7 @@ class Maker:
                 policy_version=self.version,
                 digest="0" * 64,
                 segment=NO_SEGMENT,
+                transform=training.Transform(temperature=1.0, top_p=1.0, log_probs="raw"),
             ),
             rows=rows,
         )
@@ -461,6 +551,8 @@ class Maker:
             "group": groups,
             "virtual_rank": [group * RANKS // PROMPTS for group in groups],
             "tokens": [7] * len(uids),
+            "mask_digest": [h128("mask", uid) for uid in uids],
+            "logp_digest": [h128("logps", uid) for uid in uids],
         }
         self.run.add(
             training.BatchConsumed(
@@ -480,8 +572,14 @@ class Maker:
     def update(self, iteration: int, tokens: int) -> None:
         """UpdateApplied, which makes the next version."""
         before, after = parts(self.version), parts(self.version + 1)
+        self.replayed(iteration)
+        self.random(iteration, "before")
+        samples = self.run.get("BatchConsumed", -1).rows
+        assert samples is not None
+        count = len(samples["uid"])
         self.version += 1
         self.cursor += PROMPTS
+        self.random(iteration, "after")
         self.run.add(
             training.UpdateApplied(
                 attempt=self.attempt,
@@ -508,6 +606,49 @@ class Maker:
                     )
                     for r in range(RANKS)
                 ),
+                cast_before=before["model"],
+                cast_after=after["model"],
+                optimizer_step_least=self.version,
+                optimizer_step_most=self.version,
+                scheduler_step=self.version,
+                micro_batches=tuple(
+                    training.MicroBatch(
+                        rank=rank,
+                        samples=share,
+                        tokens=7 * share,
+                        divisor=float(tokens),
+                        first_mask=h128("dropout", rank, self.version),
+                        recomputed_mask=h128("dropout", rank, self.version),
+                    )
+                    for rank, share in enumerate((count // 2, count - count // 2))
+                ),
+                ranks=tuple(
+                    training.RankState(
+                        rank=rank,
+                        params=after["model"],
+                        gradient=h128("gradient", self.version),
+                        scale=1.0,
+                    )
+                    for rank in range(2)
+                ),
+                loss_terms={
+                    "policy": training.LossTerm(coefficient=1.0, value=0.1, gradient_norm=0.5),
+                    "kl": training.LossTerm(
+                        coefficient=coefficient(self.version - 1), value=0.01, gradient_norm=0.1
+                    ),
+                },
+                controllers={
+                    "kl_coefficient": training.Controller(
+                        before=coefficient(self.version - 1),
+                        after=coefficient(self.version),
+                        inputs={"kl": 0.01},
+                    )
+                },
+                recomputed={
+                    "step": training.Residual(largest=1e-8, allowed=1e-7, compared=32),
+                },
+                unmoved=(),
+                moved_frozen=(),
             )
         )
 
@@ -621,6 +762,11 @@ class Maker:
             cause="worker lost", restored=Topology.of(before)
         )
         self.step(operation, *self.steps(steps), undone)
+
+
+def index_of(ordinal: int) -> int:
+    """Data set index of a draw."""
+    return expected_draws(HASH_SORT, SEED, DATASET, ordinal, 1)[0].index
 
 
 def reward_of(uid: str) -> float:

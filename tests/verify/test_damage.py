@@ -62,14 +62,16 @@ def first(verdict: Verdict) -> tuple[str, int, str, str]:
 
 def test_an_altered_body_is_found_by_its_leaf(damaged: Path) -> None:
     with sqlite3.connect(damaged) as connection:
-        ((data,),) = connection.execute("select data from events where position = 13")
+        ((at, data),) = connection.execute(
+            "select position, data from events where type = 'SamplesRewarded' order by 1 limit 1"
+        )
     changed = bytes(data).replace(b'"reward_mean"', b'"reward_meam"')
     assert changed != data
-    edit(damaged, ("update events set data = ? where position = 13", (changed,)))
+    edit(damaged, ("update events set data = ? where position = ?", (changed, at)))
     verdict = verify(f"sqlite:///{damaged}")
-    assert first(verdict)[:2] == ("integrity", 13)
+    assert first(verdict)[:2] == ("integrity", at)
     assert "the hash of the bytes" in first(verdict)[2]
-    assert verdict.judged_until == 12
+    assert verdict.judged_until == at - 1
     assert verdict.exit_code == 1
     assert verdict.coverage.row("integrity").status == "broken"
 

@@ -8,6 +8,7 @@ fault, so that a fault does not read as many.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -30,8 +31,10 @@ from tests.verify.honest_run import (
     advantages,
     h128,
     h256,
+    index_of,
     parts,
     policy,
+    prompt,
 )
 
 
@@ -123,7 +126,7 @@ def _attempt_without_standing_grant(run: Run) -> int:
     return at
 
 
-@case("legality", "while the job is open", "the job is closed")
+@case("legality", "while the job is open", "the job is closed", "I4")
 def _draws_after_the_end(run: Run) -> int:
     draws = expected_draws(HASH_SORT, SEED, DATASET, 16, 4)
     event = run.get("SamplesDrawn", -1).event
@@ -204,12 +207,28 @@ def _iteration_not_restored(run: Run) -> int:
     return change(run, "CheckpointRestored", iteration=1)
 
 
-@case("I1", "which the attempt names", "bundle", "I15", "I2", "I17", "I19", "I17b", "I6", "I13")
+@case(
+    "I1",
+    "which the attempt names",
+    "bundle",
+    "I15",
+    "I2",
+    "I17",
+    "I19",
+    "I17b",
+    "I6",
+    "I13",
+    "I18",
+    "I24",
+    "I9b",
+    "I26",
+    "I8",
+)
 def _another_bundle_restored(run: Run) -> int:
     return change(run, "CheckpointRestored", bundle=h256("bundle", 1))
 
 
-@case("I14", "reference", "reference")
+@case("I14", "reference", "reference", "I1b")
 def _reference_follows_the_policy(run: Run) -> int:
     return with_part(run, "CheckpointSaved", "reference", policy(4), 3)
 
@@ -238,7 +257,7 @@ def _sampler_restarts_after_the_crash(run: Run) -> int:
     return change(run, "SamplesDrawn", 3, start=0)
 
 
-@case("I2", "ordinal 4", "ordinal 6", "I3", "I10", "I10b")
+@case("I2", "ordinal 4", "ordinal 6", "I3", "I10", "I10b", "I4")
 def _sampler_runs_ahead(run: Run) -> int:
     return change(run, "SamplesDrawn", 1, start=6)
 
@@ -258,14 +277,14 @@ def _cursor_not_restored(run: Run) -> int:
     return change(run, "CheckpointRestored", cursor=4)
 
 
-@case("I3", "draws index", "index")
+@case("I3", "draws index", "index", "I4")
 def _indices_exchanged(run: Run) -> int:
     event = run.get("SamplesDrawn", 1).event
     a, b, *rest = event.indices
     return change(run, "SamplesDrawn", 1, indices=(b, a, *rest))
 
 
-@case("I3", "draws index", "index", "replay")
+@case("I3", "draws index", "index", "replay", "I4")
 def _second_epoch_in_the_first_ones_order(run: Run) -> int:
     # Ordinals 8 and 9 are of the first epoch of 10 prompts, 10 and 11 of the second.
     first = run.get("SamplesDrawn", 0).event.indices
@@ -311,7 +330,7 @@ def _made_up_sample(run: Run) -> int:
     return run.at("BatchConsumed", 1)
 
 
-@case("I10", "consumed 1 time", "000005/2: dropped before", "I12b", "I11", "I12", "I10b")
+@case("I10", "consumed 1 time", "000005/2: dropped before", "I12b", "I11", "I12", "I10b", "I16")
 def _dropped_sample_consumed(run: Run) -> int:
     columns = rows(run, "BatchConsumed", 1)
     at = columns["uid"].index("000005/1")
@@ -329,7 +348,7 @@ def _batch_consumed_twice(run: Run) -> int:
     return at
 
 
-@case("I10b", "16 samples of iteration 0", "1 neither: 000003/3", "I12b")
+@case("I10b", "16 samples of iteration 0", "1 neither: 000003/3", "I12b", "I21")
 def _sample_lost(run: Run) -> int:
     for values in rows(run, "BatchConsumed", 0).values():
         values.pop()
@@ -403,7 +422,7 @@ def _groups_by_stride_after_a_loss(run: Run) -> int:
     return run.at("BatchConsumed", 1)
 
 
-@case("I12b", "consumed with its group", "left out", "I10b")
+@case("I12b", "consumed with its group", "left out", "I10b", "I21")
 def _group_without_a_member(run: Run) -> int:
     columns = rows(run, "BatchConsumed", 0)
     for values in columns.values():
@@ -525,7 +544,7 @@ def _masters_changed_between_updates(run: Run) -> int:
     return change(run, "UpdateApplied", 1, masters_before=h128("other"))
 
 
-@case("I17", "model", "model", "I8")
+@case("I17", "model", "model", "I8", "I22")
 def _policy_reloaded_between_updates(run: Run) -> int:
     return change(run, "UpdateApplied", 1, params_before=policy(0))
 
@@ -535,7 +554,7 @@ def _optimizer_lost_in_the_crash(run: Run) -> int:
     return change(run, "UpdateApplied", 2, optimizer_before=h128("fresh"))
 
 
-@case("I17", "masters", "in the bundle", "I1", "I17b")
+@case("I17", "masters", "in the bundle", "I1", "I17b", "I1b")
 def _bundle_of_another_moment(run: Run) -> int:
     return with_part(run, "CheckpointSaved", "masters", h128("masters", 0), 0)
 
@@ -574,7 +593,7 @@ def _update_without_effect(run: Run) -> int:
     return at
 
 
-@case("I23", "skipped update", "masters changed", "I19")
+@case("I23", "skipped update", "masters changed", "I19", "I18", "I24")
 def _skipped_and_applied(run: Run) -> int:
     return change(run, "UpdateApplied", 1, skipped=True)
 
@@ -598,7 +617,7 @@ def _rank_missing(run: Run) -> int:
     return change(run, "UpdateApplied", 1, virtual_ranks=ranks(run, 2))
 
 
-@case("replay", "digest of generated samples", "")
+@case("replay", "digest of generated samples", "", "I16")
 def _replay_samples_differ(run: Run) -> int:
     rows(run, "SamplesGenerated", 3)["logp_digest"][0] = h128("other bits")
     return run.at("SamplesGenerated", 3)
@@ -647,6 +666,218 @@ def fix_tokens(run: Run, number: int) -> None:
     """Make an update's tokens those of its batch, so that only the loss of the sample shows."""
     total = sum(rows(run, "BatchConsumed", number)["tokens"])
     change(run, "UpdateApplied", number, tokens=total, divisor=float(total))
+
+
+# -- what the recorder adds ------------------------------------------------------------------
+
+
+def nested(run: Run, name: str, number: int, field: str, value: object) -> int:
+    """Replace one field of an update."""
+    return change(run, name, number, **{field: value})
+
+
+@case("I1b", "in the file, as at the save", "differing: masters")
+def _file_of_a_later_state(run: Run) -> int:
+    found = {**run.get("CheckpointSaved", 1).event.file_parts, "masters": h128("later")}
+    return change(run, "CheckpointSaved", 1, file_parts=found)
+
+
+@case("I4", "as the plan declares", "data set", "replay")
+def _another_data_set(run: Run) -> int:
+    columns = rows(run, "DataBuilt")
+    columns["digest"][3] = h128("edited")
+    digests = "\n".join(columns["digest"])
+    whole = hashlib.sha256(digests.encode()).hexdigest()
+    return change(run, "DataBuilt", dataset_digest=whole)
+
+
+@case("I4", "index", "prompt")
+def _another_prompt_drawn(run: Run) -> int:
+    found = run.get("SamplesDrawn", 1).event.prompt_digests
+    return change(run, "SamplesDrawn", 1, prompt_digests=(h128("stale"), *found[1:]))
+
+
+@case("I4", "000004/0 generated from prompt", "1 samples")
+def _another_prompt_fed(run: Run) -> int:
+    rows(run, "SamplesGenerated", 1)["prompt_digest"][0] = h128("other")
+    return run.at("SamplesGenerated", 1)
+
+
+@case("I7", "cached values of version 1 or newer", "values of version 0 under weights 1")
+def _prefix_of_old_weights(run: Run) -> int:
+    rows(run, "SamplesGenerated", 1)["cache_version_min"][2] = 0
+    return run.at("SamplesGenerated", 1)
+
+
+@case("I7", "flush", "no cache flushed")
+def _cache_never_flushed(run: Run) -> int:
+    return change(run, "WeightSyncCommitted", 1, caches_flushed=())
+
+
+@case("I9", "a random state of its own for rank/1", "rank/1 and rank/0", "I9b")
+def _streams_collapse(run: Run) -> int:
+    states = run.get("RandomStatesRecorded", 1).event.states
+    return change(run, "RandomStatesRecorded", 1, states=dict.fromkeys(states, states["rank/0"]))
+
+
+@case("I9", "randomness of its own", "the same as")
+def _two_samples_one_stream(run: Run) -> int:
+    streams = rows(run, "SamplesGenerated", 1)["stream"]
+    streams[1] = streams[0]
+    return run.at("SamplesGenerated", 1)
+
+
+@case("I9b", "as it was left", "differing: rank/0")
+def _reseeded_before_the_update(run: Run) -> int:
+    states = run.get("RandomStatesRecorded", 3).event.states
+    assert run.get("RandomStatesRecorded", 3).event.moment == "before"
+    return change(run, "RandomStatesRecorded", 3, states={**states, "rank/0": h128("seed")})
+
+
+@case("I11", "those that were sampled", "trained tokens")
+def _tool_text_trained(run: Run) -> int:
+    rows(run, "BatchConsumed", 0)["mask_digest"][1] = h128("all ones")
+    return run.at("BatchConsumed", 0)
+
+
+@case("I16", "rounding of float32; nothing was calibrated", "mean gap 0.01")
+def _log_probabilities_do_not_replay(run: Run) -> int:
+    return change(run, "LogProbsReplayed", 1, mean_gap=0.01, largest_gap=0.03)
+
+
+@case("I16", "drawn as the declared randomness and transform say", "3 drawn otherwise")
+def _tokens_drawn_otherwise(run: Run) -> int:
+    return change(run, "LogProbsReplayed", 0, other_tokens=3)
+
+
+@case("I16", "temperature 1.0", "temperature 0.6")
+def _another_temperature(run: Run) -> int:
+    hot = run.get("SamplesGenerated", 0).event.transform.model_copy(update={"temperature": 0.6})
+    return change(run, "SamplesGenerated", 0, transform=hot)
+
+
+@case("I16", "the engine's own", "1 samples")
+def _behaviour_values_recomputed(run: Run) -> int:
+    rows(run, "BatchConsumed", 0)["logp_digest"][0] = h128("the trainer's")
+    return run.at("BatchConsumed", 0)
+
+
+@case("I18", "a schedule at 2", "at 3")
+def _schedule_counts_micro_batches(run: Run) -> int:
+    return change(run, "UpdateApplied", 1, scheduler_step=3)
+
+
+@case("I19", "of every parameter on every rank", "counters from 0 to 2")
+def _one_counter_not_restored(run: Run) -> int:
+    return change(run, "UpdateApplied", 1, optimizer_step_least=0)
+
+
+def other_rank(run: Run, **fields: object) -> int:
+    ranks = run.get("UpdateApplied", 1).event.ranks
+    return change(run, "UpdateApplied", 1, ranks=(ranks[0], ranks[1].model_copy(update=fields)))
+
+
+@case("I20", "on all ranks", "on rank 1")
+def _ranks_drift(run: Run) -> int:
+    return other_rank(run, params=h128("drifted"))
+
+
+@case("I20", "gradient", "on rank 1")
+def _gradient_not_reduced(run: Run) -> int:
+    return other_rank(run, gradient=h128("local"))
+
+
+@case("I20", "loss scale 1.0", "0.5 on rank 1")
+def _scales_differ(run: Run) -> int:
+    return other_rank(run, scale=0.5)
+
+
+@case("I21", "like all of them", "by 9")
+def _mean_of_means(run: Run) -> int:
+    first, *rest = run.get("UpdateApplied", 0).event.micro_batches
+    micro = (first.model_copy(update={"divisor": 9.0}), *rest)
+    return change(run, "UpdateApplied", 0, micro_batches=micro)
+
+
+@case("I21", "in the micro batches", "8 samples")
+def _micro_batch_left_out(run: Run) -> int:
+    first, *_ = run.get("UpdateApplied", 0).event.micro_batches
+    return change(run, "UpdateApplied", 0, micro_batches=(first,))
+
+
+@case("I22", "before the update, its masters in its dtype", "model")
+def _masters_not_refreshed(run: Run) -> int:
+    return change(run, "UpdateApplied", 2, cast_before=h128("old masters"))
+
+
+@case("I23", "every parameter moved", "not so: norm")
+def _a_parameter_stands_still(run: Run) -> int:
+    return change(run, "UpdateApplied", 0, unmoved=("norm",))
+
+
+def controlled(run: Run, number: int, **fields: object) -> int:
+    value = run.get("UpdateApplied", number).event.controllers["kl_coefficient"]
+    changed = {"kl_coefficient": value.model_copy(update=fields)}
+    return change(run, "UpdateApplied", number, controllers=changed)
+
+
+@case("I24", "kl_coefficient before the update: 0.0105", "0.01", "I26")
+def _controller_not_restored(run: Run) -> int:
+    return controlled(run, 1, before=0.01, after=0.01 * 1.05)
+
+
+@case("I24", "after it, by adaptive-kl", "0.02")
+def _controller_moves_otherwise(run: Run) -> int:
+    return controlled(run, -1, after=0.02)
+
+
+@case("I24", "kl that kl_coefficient read: 0.01", "0.3")
+def _controller_fed_otherwise(run: Run) -> int:
+    return controlled(run, 0, inputs={"kl": 0.3})
+
+
+@case("I25", "micro batch 1 of rank 1", "")
+def _another_mask_in_the_recompute(run: Run) -> int:
+    first, second = run.get("UpdateApplied", 0).event.micro_batches
+    micro = (first, second.model_copy(update={"recomputed_mask": h128("another")}))
+    return change(run, "UpdateApplied", 0, micro_batches=micro)
+
+
+def term(run: Run, number: int, name: str, **fields: object) -> int:
+    terms = run.get("UpdateApplied", number).event.loss_terms
+    changed = {**terms, name: terms[name].model_copy(update=fields)}
+    return change(run, "UpdateApplied", number, loss_terms=changed)
+
+
+@case("I26", "to have a part in the gradient", "a part of norm 0")
+def _dead_term(run: Run) -> int:
+    return term(run, 0, "kl", gradient_norm=0.0)
+
+
+@case("I26", "coefficient 0.01 of kl", "0.5")
+def _another_coefficient(run: Run) -> int:
+    return term(run, 0, "kl", coefficient=0.5)
+
+
+@case("I27", "long samples dropped as often as others", "16 of 16 drops", "I10", "I10b", "I12b")
+def _slow_samples_are_dropped(run: Run) -> int:
+    columns = rows(run, "SamplesGenerated", 1)
+    columns["tokens"][:] = [500] * len(columns["tokens"])
+    uids = tuple(f"{draw:06d}/{member}" for draw in range(4, 8) for member in range(4))
+    missing = [uid for uid in uids if uid not in columns["uid"]]
+    for name, values in columns.items():
+        values.extend([*missing] if name == "uid" else [values[-1]] * len(missing))
+    columns["stream"][-len(missing) :] = [h128("stream", uid) for uid in missing]
+    fed = [prompt(index_of(int(uid[:6]))) for uid in missing]
+    columns["prompt_digest"][-len(missing) :] = fed
+    return change(run, "SamplesDropped", uids=uids)
+
+
+@case("recomputed", "step as declared, within", "0.5 off")
+def _another_step_than_declared(run: Run) -> int:
+    residual = run.get("UpdateApplied", 0).event.recomputed["step"]
+    wrong = {"step": residual.model_copy(update={"largest": 0.5})}
+    return change(run, "UpdateApplied", 0, recomputed=wrong)
 
 
 def shift(run: Run) -> None:

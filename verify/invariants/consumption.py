@@ -181,11 +181,14 @@ class NoLoss(Invariant):
         if not open_ones:
             self.passed()
             return
-        try:
-            held = set(load_manifest(Path(event.path)).in_flight_uids)
-        except BundleError:
-            self.missing("the manifest of a bundle saved with open samples cannot be read")
-            return
+        if event.in_flight is not None:
+            held = set(event.in_flight)
+        else:
+            try:
+                held = set(load_manifest(Path(event.path)).in_flight_uids)
+            except BundleError:
+                self.missing("the manifest of a bundle saved with open samples cannot be read")
+                return
         lost = [s for s in open_ones if s.uid not in held]
         self.expect(
             not lost,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import struct
 
+from shiftbook.ledger.events.probes import RewardsRescored
 from shiftbook.ledger.events.training import BatchConsumed, SamplesRewarded
-from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.ledger.plan import Plan
+from shiftbook.verify.invariants.base import End, Invariant, Step, short
 from shiftbook.verify.lineage import Sample
 
 ADVANTAGE_TOLERANCE = 1e-5
@@ -16,6 +18,9 @@ Recorded ones are float32 of values up to about 3, so rounding alone gives 2e-7.
 
 ADVANTAGE_FLOOR = 1e-4
 """Added to the standard deviation; ``tolerances["advantage_floor"]`` of the plan overrides it."""
+
+RESCORING = 1e-6
+"""Largest gap of a reward scored again; ``tolerances["I12"]`` of the plan overrides it."""
 
 MAX_GROUP = 65_536
 """Members of a group that are looked for; a forged plan cannot make the judge count for ever."""
@@ -28,7 +33,19 @@ def _pairs(step: Step, columns: tuple[str, ...]) -> list[tuple[Sample | None, tu
     return [(step.track.samples.get(row[0]), row) for row in rows]
 
 
-class _OverRows(Invariant):
+def supervised(plan: Plan | None) -> bool:
+    """True where samples come whole from the data set: nothing is generated or rewarded."""
+    return plan is not None and plan.objective == "sft"
+
+
+class _Rewarded(Invariant):
+    """An invariant that has nothing to check in supervised fine-tuning."""
+
+    def idle_because(self, end: End) -> str | None:
+        return "supervised fine-tuning has no rewards" if supervised(end.job.plan) else None
+
+
+class _OverRows(_Rewarded):
     """An invariant over the rows of BatchConsumed and SamplesRewarded."""
 
     def readable(self, step: Step) -> bool:
@@ -63,7 +80,10 @@ class _OverRows(Invariant):
 
 
 class TokenIdentity(_OverRows):
-    """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made."""
+    """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made.
+
+    Where masks are recorded, the trained tokens are exactly the sampled ones.
+    """
 
     id = "I11"
     title = "consumed tokens are the generated ones"
@@ -74,6 +94,8 @@ class TokenIdentity(_OverRows):
             return
         faults: list[tuple[str, str, str, int | None]] = []
         checked = 0
+        masks = step.rows.get("mask_digest") if step.rows is not None else None
+        trained = dict(zip(step.rows["uid"], masks, strict=True)) if step.rows and masks else {}
         for sample, (uid, tokens) in _pairs(step, ("token_digest",)):
             if sample is None:
                 continue  # I10's business: not drawn, or closed
@@ -86,6 +108,10 @@ class TokenIdentity(_OverRows):
             elif sample.tokens != tokens:
                 expected = f"tokens {short(sample.tokens)} as generated"
                 faults.append((str(uid), expected, f"tokens {short(tokens)}", sample.generated))
+            elif sample.mask is not None and trained.get(str(uid), sample.mask) != sample.mask:
+                expected = f"trained tokens {short(sample.mask)}, those that were sampled"
+                found = f"trained tokens {short(trained[str(uid)])}"
+                faults.append((str(uid), expected, found, sample.generated))
         self.over_rows(
             step,
             faults,
@@ -107,14 +133,21 @@ def _same(a: float, b: float) -> bool:
 
 
 class RewardLink(_OverRows):
-    """I12: the reward used for a sample is the one recorded for its uid and its tokens."""
+    """I12: the reward used for a sample is the one recorded for its uid and its tokens.
+
+    Samples that the job scored again, each by itself, give the recorded reward (attested).
+    """
 
     id = "I12"
     title = "reward used is the reward recorded"
     needs = "rows of SamplesRewarded (uid, token_digest, reward) and of BatchConsumed (reward)"
 
     def feed(self, step: Step) -> None:
-        if not isinstance(step.event, BatchConsumed) or not self.readable(step):
+        if isinstance(step.event, RewardsRescored):
+            self._rescored(step, step.event)
+        if not isinstance(step.event, BatchConsumed) or supervised(step.plan):
+            return
+        if not self.readable(step):
             return
         faults: list[tuple[str, str, str, int | None]] = []
         checked = 0
@@ -140,6 +173,19 @@ class RewardLink(_OverRows):
             "Join rewards to samples by uid and token digest.",
         )
 
+    def _rescored(self, step: Step, event: RewardsRescored) -> None:
+        allowed = step.plan.tolerances.get("I12", RESCORING) if step.plan else RESCORING
+        sample = step.track.samples.get(event.worst or "")
+        self.expect(
+            event.largest_gap <= allowed,
+            step.at,
+            expected=f"{event.samples} samples scored again within {allowed:g}",
+            found=f"{event.worst} lies {event.largest_gap:.4g} off",
+            cause="the scorer saw another sample's tokens, or its answers came in another order",
+            action="Score by uid; or declare tolerances I12 where the scorer is not deterministic.",
+            others=(sample.rewarded if sample else None,),
+        )
+
 
 class AdvantageRecomputes(_OverRows):
     """I12b: advantages follow from the rewards of their group.
@@ -154,7 +200,9 @@ class AdvantageRecomputes(_OverRows):
     needs = "rows of BatchConsumed with group, reward and advantage"
 
     def feed(self, step: Step) -> None:
-        if not isinstance(step.event, BatchConsumed) or not self.readable(step):
+        if not isinstance(step.event, BatchConsumed) or supervised(step.plan):
+            return
+        if not self.readable(step):
             return
         assert step.rows is not None
         declared = step.plan.tolerances if step.plan else {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from shiftbook.ledger.events.training import BatchConsumed, UpdateApplied
 from shiftbook.verify.invariants.base import Invariant, Step, listed
 
@@ -39,6 +41,34 @@ class Partition(Invariant):
             found=listed(dict.fromkeys(split)),
             cause="samples were dealt out by position, or a group was computed twice",
             action="Deal out whole groups in the declared order.",
+        )
+
+        if step.plan is not None and step.plan.update.dealing == "blocks":
+            self._blocks(step, owner, step.plan.update.virtual_ranks)
+
+    def _blocks(self, step: Step, owner: dict[str, int], ranks: int) -> None:
+        assert step.rows is not None
+        uids = step.rows["uid"]
+        late = next((b for a, b in pairwise(uids) if b < a), None)
+        self.expect(
+            late is None,
+            step.at,
+            expected="rows in order of uid, as the plan's blocks say",
+            found=f"{late} after a later one",
+            cause="samples stand in the order in which they were answered or filtered",
+            action="Sort by uid before the batch is made, or declare dealing any.",
+        )
+        groups = sorted(owner, key=lambda name: (len(name), name))
+        expected = {name: n * ranks // len(groups) for n, name in enumerate(groups)}
+        wrong = [name for name in groups if owner[name] != expected[name]]
+        first = wrong[0] if wrong else ""
+        self.expect(
+            not wrong,
+            step.at,
+            expected=f"group {first} on virtual rank {expected.get(first)}, in aligned blocks",
+            found=f"on {owner.get(first)} ({len(wrong)} groups elsewhere)",
+            cause="groups were dealt out by another rule than declared, or by who was free",
+            action="Deal out in blocks by draw ordinal, or declare dealing any.",
         )
 
     def _updated(self, step: Step, event: UpdateApplied) -> None:

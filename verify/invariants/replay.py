@@ -38,6 +38,11 @@ def _record(event: Event) -> Iterator[tuple[str, int, str]]:
             pass
 
 
+def _begins_anew(event: Event) -> bool:
+    """True for a warm start: what follows is another training on purpose."""
+    return isinstance(event, CheckpointRestored) and event.kind != "resume"
+
+
 class Replay(Invariant):
     """A recomputed iteration has identical digests where the plan declares bits.
 
@@ -57,7 +62,7 @@ class Replay(Invariant):
 
     def feed(self, step: Step) -> None:
         event = step.event
-        if isinstance(event, PlanAmended | ExperimentForked):
+        if isinstance(event, PlanAmended | ExperimentForked) or _begins_anew(event):
             self._first.clear()
             return
         if isinstance(event, AttemptStarted | CheckpointRestored):

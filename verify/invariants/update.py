@@ -6,8 +6,8 @@ import math
 
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.events.training import UpdateApplied
-from shiftbook.verify.invariants.base import Invariant, Step, short
-from shiftbook.verify.lineage import MASTERS, MODEL, OPTIMIZER
+from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.lineage import EMA, MASTERS, MODEL, OPTIMIZER
 
 LEARNING_RATE_TOLERANCE = 1e-9
 """Relative; covers a rate that went through decimal text, not one through float32."""
@@ -33,9 +33,10 @@ class UpdateChain(Invariant):
                 (MODEL, event.params_before),
                 (MASTERS, event.masters_before),
                 (OPTIMIZER, event.optimizer_before),
+                (EMA, event.ema_before),
             ):
                 expected = chain.part(name)
-                if expected is None:
+                if expected is None or found is None:
                     continue  # the first update of a life says where masters and optimizer begin
                 self.expect(
                     found == expected,
@@ -47,7 +48,7 @@ class UpdateChain(Invariant):
                     others=(chain.position,),
                 )
         elif isinstance(event, CheckpointSaved) and chain is not None:
-            for name in (MODEL, MASTERS, OPTIMIZER):
+            for name in (MODEL, MASTERS, OPTIMIZER, EMA):
                 expected, saved = chain.part(name), event.parts.get(name)
                 if expected is None or saved is None:
                     continue
@@ -62,12 +63,37 @@ class UpdateChain(Invariant):
                 )
 
 
+def scheduled(name: str, updates: int) -> float | None:
+    """Share of the declared rate after so many applied updates; None for an unknown schedule."""
+    kind, *numbers = name.split(":")
+    if not all(n.isdecimal() and len(n) < 19 for n in numbers):
+        return None
+    counts = [int(n) for n in numbers]
+    match kind, counts:
+        case "constant", []:
+            return 1.0
+        case "warmup", [warm]:
+            return min(1.0, (updates + 1) / max(1, warm))
+        case (("linear" | "cosine"), [warm, total]):
+            if updates < warm:
+                return (updates + 1) / warm
+            left = min(1.0, max(0.0, (total - updates) / max(1, total - warm)))
+            return left if kind == "linear" else 0.5 * (1 - math.cos(math.pi * left))
+        case _:
+            return None
+
+
 class LearningRate(Invariant):
-    """I18: the learning rate is the plan's at that number of applied updates."""
+    """I18: the learning rate is the plan's at that number of applied updates.
+
+    Schedules by name: ``constant``; ``warmup:W``, linear over W updates and then constant;
+    ``linear:W:T`` and ``cosine:W:T``, after the warm-up down to 0 at T updates. The count is of
+    updates that were applied since the job began, over all attempts of the lineage.
+    """
 
     id = "I18"
     title = "learning rate follows the declared schedule"
-    needs = "UpdateApplied.learning_rate and a schedule that this build knows (constant)"
+    needs = "UpdateApplied.learning_rate and a schedule that this build knows"
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -76,10 +102,31 @@ class LearningRate(Invariant):
         if step.plan is None:
             self.missing("the job declared no plan")
             return
-        if step.plan.update.learning_rate_schedule != "constant":
+        chain = step.track.chain
+        applied = chain.updates if chain is not None else None
+        if applied is None and event.scheduler_step is not None:
+            # The first update after a warm start says where the schedule begins.
+            applied = max(0, event.scheduler_step - (0 if event.skipped else 1))
+        if event.scheduler_step is not None and applied is not None:
+            counted = applied + (0 if event.skipped else 1)
+            self.expect(
+                event.scheduler_step == counted,
+                step.at,
+                expected=f"a schedule at {counted}, the updates that were applied",
+                found=f"at {event.scheduler_step}",
+                cause="the scheduler was not restored, or counts micro batches or skipped steps",
+                action="Step the scheduler once for each applied update, and save its counter.",
+                others=(chain.position if chain else None,),
+            )
+        schedule = step.plan.update.learning_rate_schedule
+        if schedule != "constant" and applied is None:
+            self.missing("the updates before the attempt's bundle are not in this ledger")
+            return
+        share = scheduled(schedule, applied or 0)
+        if share is None:
             self.missing("this build does not know the declared learning-rate schedule")
             return
-        expected = step.plan.update.learning_rate
+        expected = step.plan.update.learning_rate * share
         self.expect(
             math.isclose(event.learning_rate, expected, rel_tol=LEARNING_RATE_TOLERANCE),
             step.at,
@@ -101,6 +148,16 @@ class OneStep(Invariant):
         event, chain = step.event, step.track.chain
         if not isinstance(event, UpdateApplied):
             return
+        least, most = event.optimizer_step_least, event.optimizer_step_most
+        if least is not None and most is not None:
+            self.expect(
+                least == most == event.optimizer_step,
+                step.at,
+                expected=f"counter {event.optimizer_step} of every parameter on every rank",
+                found=f"counters from {least} to {most}",
+                cause="some parameters or ranks missed a step, or were restored without counters",
+                action="Restore the optimizer by parameter name, its counters included.",
+            )
         if chain is None or chain.step is None:
             self.passed()  # the first update of a life says where the counter begins
             return
@@ -157,6 +214,32 @@ class GradientTokens(Invariant):
             action="Sum the loss, and divide once at the update by the global count.",
             others=pending.positions,
         )
+        self._micro_batches(step, event, divisor)
+
+    def _micro_batches(self, step: Step, event: UpdateApplied, divisor: float) -> None:
+        for number, micro in enumerate(event.micro_batches or ()):
+            self.expect(
+                micro.divisor == divisor,
+                step.at,
+                expected=f"micro batch {number} divided by {divisor:g}, like all of them",
+                found=f"by {micro.divisor:g}",
+                cause="a mean of means: each micro batch was divided by its own count",
+                action="Sum the loss, and divide by the global count.",
+                others=step.track.pending.positions,
+            )
+        if event.micro_batches is not None and not event.skipped:
+            samples = sum(micro.samples for micro in event.micro_batches)
+            tokens = sum(micro.tokens for micro in event.micro_batches)
+            pending = step.track.pending
+            self.expect(
+                samples == pending.count and tokens == event.tokens,
+                step.at,
+                expected=f"{pending.count} samples and {event.tokens} tokens in the micro batches",
+                found=f"{samples} samples and {tokens} tokens",
+                cause="a micro batch was left out, or taken twice",
+                action="Take each micro batch once, and step after the last.",
+                others=pending.positions,
+            )
 
 
 class Effect(Invariant):
@@ -189,3 +272,14 @@ class Effect(Invariant):
             cause="the step went to a copy, was rounded away, or was applied in spite of the skip",
             action="Keep fp32 masters, and update the tensors that are published.",
         )
+        for what, names in (("moved", event.unmoved), ("kept", event.moved_frozen)):
+            if names is None:
+                continue
+            self.expect(
+                not names,
+                step.at,
+                expected=f"every parameter {what} that should be",
+                found=f"not so: {listed(names)}",
+                cause="a parameter is missing from the optimizer, or its step is rounded away",
+                action="Give the optimizer all trained parameters, as fp32 masters.",
+            )

@@ -54,6 +54,8 @@ class VersionIsPolicy(Invariant):
         bitwise = step.plan is None or step.plan.sampling.batch_composition == "bitwise"
         if isinstance(event, AttemptStarted) and not bitwise:
             self._forget_after(event.policy_version)
+        if isinstance(event, CheckpointRestored) and event.kind != "resume":
+            self._forget_after(event.policy_version)
         unchanged = isinstance(event, UpdateApplied) and event.params_before == event.params_after
         for version, fingerprint in _claims(event):
             self._judge(step, version, fingerprint, unchanged)
@@ -127,7 +129,8 @@ class Staleness(Invariant):
                 action="Stamp the version of the weights that the gradient is taken at.",
                 others=(chain.position,),
             )
-        self._rows(step, event, step.plan.sampling.staleness_bound)
+        if step.plan.objective == "rl":
+            self._rows(step, event, step.plan.sampling.staleness_bound)
 
     def _rows(self, step: Step, event: BatchConsumed, bound: int) -> None:
         assert step.rows is not None

@@ -1,0 +1,295 @@
+"""The bytes of a patch: a header that says everything, sections of planes, a SHA-256 at the end.
+
+16 bytes   magic
+ 8 bytes   length of the header as stored, little-endian
+ 8 bytes   length of the header, decompressed
+           header: canonical JSON, zstd
+           sections, in the header's order of tensors (sorted by name)
+32 bytes   SHA-256 of all bytes before it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.errors import PatchDamaged
+from shiftbook.checkpoint.positions import ITEM_BYTES
+from shiftbook.ledger import canonical
+from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.events.base import Count, Hex128
+
+MAGIC = b"SHIFTBOOK-PATCH\n"
+FORMAT: Final = "shiftbook-patch-v1"
+Planes = NDArray[np.uint8]
+
+_LENGTHS = 16
+_DIGEST_BYTES = 32
+_MOST_HEADER_BYTES = 256 << 20  # a million tensors; a longer one is a decompression bomb
+_PAYS_FROM_BYTES = 64  # shorter sections are stored as they are
+_ZSTD_LEVEL = 1
+
+Encoding = Literal["same", "changes", "bits", "int8"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Section(_Record):
+    """One run of bytes: stored as it is, or as one zstd frame where that is shorter."""
+
+    stored: Count
+    plain: Count
+
+    @model_validator(mode="after")
+    def _never_longer(self) -> Self:
+        if self.stored > self.plain:
+            raise ValueError(f"{self.stored} bytes for a plane of {self.plain}")
+        return self
+
+    @property
+    def compressed(self) -> bool:
+        """A frame is only kept when it is shorter."""
+        return self.stored < self.plain
+
+
+class TensorPatch(_Record):
+    """What happens to one tensor. Fingerprints are of the whole tensor before and after."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    base: Hex128 | None = None
+    """Absent in an anchor."""
+    result: Hex128
+    encoding: Encoding
+    changed: Count = 0
+    """Units that change: elements, or halves of complex128 ones."""
+    gap_planes: Annotated[int, Field(ge=0, le=8)] = 0
+    value_planes: Annotated[int, Field(ge=0, le=8)] = 0
+    sections: tuple[Section, ...] = ()
+    largest_error: float | None = None
+    """Of a lossy encoding, as measured by the sender."""
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of what is counted in `changed`."""
+        return min(8, ITEM_BYTES[self.dtype])
+
+    @property
+    def units(self) -> int:
+        """Units of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype] // self.unit_bytes
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"unknown dtype {self.dtype!r}")
+        if self.changed > self.units:
+            raise ValueError(f"{self.changed} changes in {self.units} units")
+        if self.encoding == "same" and (self.sections or self.changed or self.base != self.result):
+            raise ValueError("an unchanged tensor with a change")
+        if self.value_planes > self.unit_bytes:
+            raise ValueError(f"{self.value_planes} planes for units of {self.unit_bytes} bytes")
+        lengths = {
+            "same": [],
+            "changes": [self.changed] * (self.gap_planes + self.value_planes),
+            "bits": [self.units] * self.unit_bytes,
+            "int8": None,
+        }[self.encoding]
+        if lengths is not None and [section.plain for section in self.sections] != lengths:
+            raise ValueError("sections do not have the lengths of their planes")
+        return self
+
+
+class Lossy(_Record):
+    """A declared lossy encoding: no element is further from the sender's than `max_error`."""
+
+    encoding: Literal["int8-difference"] = "int8-difference"
+    max_error: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Header(_Record):
+    """Everything about a patch but its planes."""
+
+    format: Literal["shiftbook-patch-v1"] = FORMAT
+    version: Count
+    base_version: Count | None = None
+    """Absent in an anchor."""
+    base_root: Hex128 | None = None
+    result_root: Hex128
+    lossy: Lossy | None = None
+    tensors: dict[str, TensorPatch]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if not self.tensors:
+            raise ValueError("a patch without tensors")
+        if root(self.result_fingerprints) != self.result_root:
+            raise ValueError("result root is not that of the tensors")
+        anchor = self.base_version is None
+        bases = {name: t.base for name, t in self.tensors.items() if t.base is not None}
+        if anchor:
+            if bases or self.base_root is not None or self.lossy is not None:
+                raise ValueError("an anchor with a base")
+            if any(t.encoding != "bits" for t in self.tensors.values()):
+                raise ValueError("an anchor that is not whole")
+        elif len(bases) != len(self.tensors) or root(bases) != self.base_root:
+            raise ValueError("base root is not that of the tensors")
+        if self.lossy is None and any(t.encoding == "int8" for t in self.tensors.values()):
+            raise ValueError("a lossy encoding that is not declared")
+        return self
+
+    @property
+    def result_fingerprints(self) -> dict[str, str]:
+        """By name, after the patch."""
+        return {name: tensor.result for name, tensor in self.tensors.items()}
+
+    @property
+    def base_fingerprints(self) -> dict[str, str]:
+        """By name, before the patch; empty for an anchor."""
+        return {name: t.base for name, t in self.tensors.items() if t.base is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A patch whose bytes are those that were written; `read_patch` makes it."""
+
+    header: Header
+    data: bytes
+    payload_start: int
+
+    @property
+    def version(self) -> int:
+        """The policy version that comes out."""
+        return self.header.version
+
+    @property
+    def base_version(self) -> int | None:
+        """The version that it applies to; None for an anchor."""
+        return self.header.base_version
+
+    @property
+    def anchor(self) -> bool:
+        """True when it holds everything and needs no base."""
+        return self.header.base_version is None
+
+    @property
+    def changed(self) -> int:
+        """Units that change, in all tensors."""
+        return sum(tensor.changed for tensor in self.header.tensors.values())
+
+    def sections(self) -> Iterator[tuple[str, TensorPatch, list[memoryview]]]:
+        """Each tensor's stored sections, in order of name."""
+        at = self.payload_start
+        view = memoryview(self.data)
+        for name in sorted(self.header.tensors):
+            tensor = self.header.tensors[name]
+            stored = []
+            for section in tensor.sections:
+                stored.append(view[at : at + section.stored])
+                at += section.stored
+            yield name, tensor, stored
+
+
+def pack(plane: Planes) -> tuple[Section, bytes]:
+    """A plane as a section: zstd where that is shorter."""
+    plain = plane.tobytes()
+    if len(plain) >= _PAYS_FROM_BYTES:
+        small = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(plain, asbytes=True)
+        if len(small) < len(plain):
+            return Section.model_construct(stored=len(small), plain=len(plain)), small
+    return Section.model_construct(stored=len(plain), plain=len(plain)), plain
+
+
+def unpack(name: str, section: Section, stored: memoryview) -> Planes:
+    """The plane of a section. Raises PatchDamaged."""
+    if not section.compressed:
+        return np.frombuffer(stored, dtype=np.uint8)
+    try:
+        plain = pa.Codec("zstd").decompress(stored, decompressed_size=section.plain)
+    except (OSError, pa.ArrowException) as error:
+        raise PatchDamaged(
+            f"patch of {name}: expected a zstd frame of {section.plain} bytes, could not read it "
+            f"({error}); ask for the patch again, or for an anchor",
+            tensor=name,
+        ) from error
+    return np.frombuffer(plain, dtype=np.uint8)
+
+
+def write_patch(header: Header, payload: Mapping[str, list[bytes]]) -> bytes:
+    """The bytes of a patch; `payload` holds each tensor's sections."""
+    plain = canonical.encode(header.model_dump(exclude_defaults=True) | {"format": FORMAT})
+    small = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(plain, asbytes=True)
+    lengths = len(small).to_bytes(8, "little") + len(plain).to_bytes(8, "little")
+    pieces = [MAGIC, lengths, small]
+    pieces += [piece for name in sorted(header.tensors) for piece in payload.get(name, [])]
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+    return b"".join([*pieces, digest.digest()])
+
+
+def read_patch(data: bytes) -> Patch:
+    """Read a patch's header after checking all of its bytes. Raises PatchDamaged."""
+    if len(data) < len(MAGIC) + _LENGTHS + _DIGEST_BYTES:
+        raise PatchDamaged(
+            f"expected a patch, found {len(data)} bytes, which is too few for one; "
+            "ask for the patch again"
+        )
+    if data[: len(MAGIC)] != MAGIC:
+        raise PatchDamaged(
+            f"expected a patch to begin with {MAGIC!r}, found {bytes(data[: len(MAGIC)])!r}; "
+            "these are other bytes"
+        )
+    found = hashlib.sha256(memoryview(data)[:-_DIGEST_BYTES]).digest()
+    if found != data[-_DIGEST_BYTES:]:
+        raise PatchDamaged(
+            f"expected a patch with SHA-256 {data[-_DIGEST_BYTES:].hex()[:16]}…, found "
+            f"{found.hex()[:16]}…; it was cut off or altered on its way: ask for it again"
+        )
+    header, start = _read_header(data)
+    payload = sum(s.stored for tensor in header.tensors.values() for s in tensor.sections)
+    if start + payload + _DIGEST_BYTES != len(data):
+        raise _no_patch(f"{payload} bytes of sections in {len(data)}")
+    return Patch(header, data, start)
+
+
+def _read_header(data: bytes) -> tuple[Header, int]:
+    at = len(MAGIC)
+    stored = int.from_bytes(data[at : at + 8], "little")
+    plain = int.from_bytes(data[at + 8 : at + _LENGTHS], "little")
+    start = at + _LENGTHS + stored
+    if start + _DIGEST_BYTES > len(data) or plain > _MOST_HEADER_BYTES:
+        raise _no_patch(f"a header of {stored} bytes ({plain} decompressed) in {len(data)}")
+    try:
+        text = pa.Codec("zstd").decompress(
+            data[at + _LENGTHS : start], decompressed_size=plain, asbytes=True
+        )
+        value: dict[str, Any] = canonical.decode(text)
+        declared = value.get("format")
+        if declared != FORMAT:
+            raise _no_patch(f"format {declared!r}; a newer Shiftbook may read it")
+        return Header.model_validate(value), start
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "header"
+        raise _no_patch(f"{place}: {first['msg']}") from error
+    except (OSError, pa.ArrowException, InvalidEvent) as error:
+        raise _no_patch(f"a header that cannot be read ({error})") from error
+
+
+def _no_patch(what: str) -> PatchDamaged:
+    return PatchDamaged(
+        f"expected a patch of format {FORMAT}, found {what}; it was not written by this program: "
+        "ask for the patch again, or for an anchor"
+    )

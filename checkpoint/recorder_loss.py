@@ -1,0 +1,160 @@
+"""Recomputes a clipped policy loss and its gradient from the inputs that the job gave it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shiftbook.ledger.events.training import LossTerm, Residual
+
+TOLERANCE = 1e-5
+"""Relative, of each token's policy term: a handful of float32 operations against float64."""
+
+KL_TOLERANCE = 1e-6
+"""Of 1 + exp(reference - new): what cancels in the KL estimate is rounded at that size."""
+
+
+class PolicyLoss:
+    """The declared loss, token by token, and the gradient with respect to the log-probabilities.
+
+    policy: -min(r A, clip(r, 1 - c, 1 + c) A) w, with r = exp(new - old) (arXiv 1707.06347) and
+    w = min(exp(old - engine), truncation), which is held constant; kl: exp(d) - d - 1 with
+    d = reference - new, the low-variance estimate of KL(policy, reference). Both are summed over
+    trained tokens and divided by the divisor. ``watch`` is called with each micro batch's inputs
+    before ``backward``, ``value`` with the loss that the job computed.
+    """
+
+    def __init__(
+        self,
+        *,
+        kl_coefficient: float,
+        clip_range: float = 0.2,
+        truncation: float | None = None,
+    ) -> None:
+        self.kl_coefficient = kl_coefficient
+        self.clip_range = clip_range
+        self.truncation = truncation
+        self._values = {"policy": 0.0, "kl": 0.0}
+        self._squares = {"policy": 0.0, "kl": 0.0}
+        self._loss: list[tuple[float, float, float]] = []
+        self._expected: list[tuple[NDArray[np.float64], NDArray[np.float64]]] = []
+        """Gradient by token of each micro batch, and what rounding explains."""
+        self._found: dict[int, NDArray[np.float64]] = {}
+
+    def watch(
+        self,
+        *,
+        new: Any,
+        old: Any,
+        engine: Any,
+        reference: Any,
+        advantages: Any,
+        trained: Any,
+        divisor: float,
+        value: Any,
+        scale: float = 1.0,
+    ) -> None:
+        """Take one micro batch's inputs, all of shape (samples, tokens); advantages (samples,).
+
+        ``new`` takes part in autograd; its gradient is caught when ``backward`` runs, on the loss
+        times ``scale``.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            policy, kl, gradients, room = self._terms(
+                _array(new),
+                _array(old),
+                _array(engine),
+                _array(reference),
+                _array(advantages)[:, None],
+                _array(trained),
+                divisor,
+            )
+        total = policy + self.kl_coefficient * kl
+        self._loss.append((float(_array(value)), total, float(room.sum())))
+        self._values["policy"] += policy
+        self._values["kl"] += kl
+        for name, gradient in gradients.items():
+            self._squares[name] += float((gradient * gradient).sum())
+        number = len(self._expected)
+        self._expected.append((gradients["policy"] + gradients["kl"], room))
+        if getattr(new, "requires_grad", False):
+            new.register_hook(lambda gradient: self._caught(number, gradient, scale))
+
+    def _caught(self, number: int, gradient: Any, scale: float) -> None:
+        self._found[number] = self._found.get(number, 0.0) + _array(gradient) / scale
+
+    def _terms(
+        self,
+        new: NDArray[np.float64],
+        old: NDArray[np.float64],
+        engine: NDArray[np.float64],
+        reference: NDArray[np.float64],
+        advantages: NDArray[np.float64],
+        trained: NDArray[np.float64],
+        divisor: float,
+    ) -> tuple[float, float, dict[str, NDArray[np.float64]], NDArray[np.float64]]:
+        on = trained > 0
+        zero = np.zeros_like(new)
+        ratio = np.exp(np.where(on, new - old, zero))
+        weight = np.exp(np.where(on, old - engine, zero))
+        if self.truncation is not None:
+            weight = np.minimum(weight, self.truncation)
+        else:
+            weight = np.ones_like(weight)
+        plain = ratio * advantages
+        clipped = np.clip(ratio, 1 - self.clip_range, 1 + self.clip_range) * advantages
+        gap = np.where(on, reference - new, zero)
+        policy = np.where(on, -np.minimum(plain, clipped) * weight, zero)
+        kl = np.where(on, np.exp(gap) - gap - 1, zero)
+        by_policy = np.where(on & (plain <= clipped), -plain * weight, zero) / divisor
+        by_kl = np.where(on, self.kl_coefficient * (1 - np.exp(gap)), zero) / divisor
+        room = TOLERANCE * np.abs(np.where(on, plain * weight, zero))
+        room += KL_TOLERANCE * abs(self.kl_coefficient) * np.where(on, 1 + np.exp(gap), zero)
+        return (
+            float(policy.sum()) / divisor,
+            float(kl.sum()) / divisor,
+            {"policy": by_policy, "kl": by_kl},
+            room / abs(divisor) + 1e-12,
+        )
+
+    def terms(self) -> dict[str, LossTerm]:
+        """Value and part of the gradient of each term, over all micro batches so far."""
+        coefficients = {"policy": 1.0, "kl": self.kl_coefficient}
+        return {
+            name: LossTerm(
+                coefficient=coefficient,
+                value=self._values[name],
+                gradient_norm=float(np.sqrt(self._squares[name])),
+            )
+            for name, coefficient in coefficients.items()
+        }
+
+    def residuals(self) -> dict[str, Residual]:
+        """How far the job's loss and its gradient lie from the declared ones."""
+        found: dict[str, Residual] = {}
+        if self._loss:
+            gap, room = max(
+                ((abs(a - b), size) for a, b, size in self._loss),
+                key=lambda pair: pair[0] / pair[1] if np.isfinite(pair[0]) else np.inf,
+            )
+            found["loss"] = Residual(largest=gap, allowed=room, compared=len(self._loss))
+        gap, room, compared = 0.0, 0.0, 0
+        for number, (expected, allowed) in enumerate(self._expected):
+            gaps = np.abs(self._found.get(number, np.zeros_like(expected)) - expected)
+            ratios = np.where(np.isfinite(gaps), gaps / allowed, np.inf)
+            at = np.unravel_index(int(ratios.argmax()), ratios.shape)
+            if not room or ratios[at] > gap / room:
+                gap, room = float(gaps[at]), float(allowed[at])
+            compared += expected.size
+        if compared:
+            found["loss gradient"] = Residual(largest=gap, allowed=room, compared=compared)
+        return found
+
+
+def _array(values: Any) -> NDArray[np.float64]:
+    detached = values.detach() if hasattr(values, "detach") else values
+    if hasattr(detached, "double"):
+        detached = detached.double().cpu().numpy()
+    return np.asarray(detached, dtype=np.float64)

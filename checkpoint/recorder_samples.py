@@ -1,0 +1,253 @@
+"""Rows of the training record: samples as they were made and as an update consumed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shiftbook.checkpoint.recorder_state import digest, floats_bytes, ids_bytes, mask_digest
+from shiftbook.ledger.digests import consumed_digest, generated_digest, rewarded_digest
+from shiftbook.ledger.events.base import Segment
+from shiftbook.ledger.events.training import (
+    BatchConsumed,
+    SamplesGenerated,
+    SamplesRewarded,
+    Transform,
+)
+
+NO_SEGMENT = Segment(sha256="0" * 64, rows=0, columns=(), bytes=0)
+"""Stands in an event until its rows are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """One sample as its engine made it.
+
+    ``tokens`` are all token ids, prompt and tool text included; ``sampled`` marks those that the
+    policy drew (None: all); ``logps`` has one log-probability for each token, of any value where
+    none was sampled. ``version`` is the policy version, or the version of each token. ``stream``
+    names the randomness it was drawn with, ``cache_version`` the oldest weights whose cached
+    values it was computed from.
+    """
+
+    uid: str
+    tokens: Any
+    logps: Any
+    version: int | Sequence[int]
+    replica: str
+    incarnation: str
+    sampled: Any = None
+    prompt: Any = None
+    stream: str | None = None
+    cache_version: int | None = None
+    turns: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Consumed:
+    """One sample as an update used it; ``trained`` marks the tokens inside the loss (None: all)."""
+
+    uid: str
+    tokens: Any
+    reward: float = 0.0
+    advantage: float = 0.0
+    trained: Any = None
+    logps: Any = None
+    """Behaviour log-probabilities that the loss used, one for each token; None: it used none."""
+    virtual_rank: int = 0
+
+
+Columns = dict[str, list[Any]]
+
+
+def _optional(columns: Columns, **values: list[Any]) -> None:
+    """Add columns that every row has; one that some rows lack is left out."""
+    for name, column in values.items():
+        if column and all(value is not None for value in column):
+            columns[name] = column
+
+
+def group_of(uid: str) -> str:
+    """Group of a sample: its draw."""
+    return uid.partition("/")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Mask:
+    """Which tokens of a sample count, read once for all samples that share the object."""
+
+    on: Any
+    digest: str
+    count: int
+    every: bool
+
+    def kept(self, values: Any) -> Any:
+        """The values of tokens that count."""
+        import numpy as np
+
+        return values if self.every else np.asarray(values)[self.on]
+
+
+def _masks(masks: Sequence[Any]) -> list[_Mask | None]:
+    """Masks of samples in order; None where there is none."""
+    import numpy as np
+
+    known: dict[int, _Mask] = {}
+    out: list[_Mask | None] = []
+    for mask in masks:
+        if mask is None:
+            out.append(None)
+            continue
+        found = known.get(id(mask))
+        if found is None:
+            on = np.asarray(mask).astype(bool, copy=False)
+            count = int(np.count_nonzero(on))
+            found = _Mask(on, mask_digest(on), count, count == on.size)
+            known[id(mask)] = found
+        out.append(found)
+    return out
+
+
+def _logp_digest(values: Any, mask: _Mask | None) -> str:
+    return digest(floats_bytes(values if mask is None else mask.kept(values)))
+
+
+def drawn_otherwise(logps: Any, token: int, uniform: float, margin: float = 1e-5) -> bool:
+    """True where inverse-transform sampling with ``uniform`` in [0, 1) gives another token.
+
+    ``logps`` are log-probabilities over the vocabulary. A draw within ``margin`` of the token's
+    own interval is no other: both sides round its edges. Give several times the gap of the
+    log-probabilities where the two stacks differ by more than float32 does.
+    """
+    import numpy as np
+
+    edges = np.cumsum(np.exp(np.asarray(logps, dtype=np.float64)))
+    below = edges[token - 1] if token else 0.0
+    place = uniform * edges[-1]
+    return bool(place < below - margin or place > edges[token] + margin)
+
+
+def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
+    """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
+    masks = _masks([s.sampled for s in samples])
+    versions = [
+        (s.version, s.version) if isinstance(s.version, int) else _span(s.version, mask)
+        for s, mask in zip(samples, masks, strict=True)
+    ]
+    columns: Columns = {
+        "uid": [s.uid for s in samples],
+        "group": [group_of(s.uid) for s in samples],
+        "turns": [s.turns for s in samples],
+        "tokens": [len(s.tokens) for s in samples],
+        "token_digest": [digest(ids_bytes(s.tokens)) for s in samples],
+        "logp_digest": [
+            _logp_digest(s.logps, mask) for s, mask in zip(samples, masks, strict=True)
+        ],
+        "version_min": [low for low, _ in versions],
+        "version_max": [high for _, high in versions],
+        "replica": [s.replica for s in samples],
+        "incarnation": [s.incarnation for s in samples],
+    }
+    _optional(
+        columns,
+        mask_digest=[None if mask is None else mask.digest for mask in masks],
+        prompt_digest=[None if s.prompt is None else digest(ids_bytes(s.prompt)) for s in samples],
+        stream=[s.stream for s in samples],
+        cache_version_min=[s.cache_version for s in samples],
+    )
+    sampled = sum(
+        len(s.tokens) if mask is None else mask.count
+        for s, mask in zip(samples, masks, strict=True)
+    )
+    return columns, sampled
+
+
+def _span(versions: Sequence[int], mask: _Mask | None) -> tuple[int, int]:
+    made = [int(v) for v in (versions if mask is None else mask.kept(versions))]
+    return (min(made), max(made)) if made else (0, 0)
+
+
+def generated_event(
+    attempt: str,
+    iteration: int,
+    samples: Sequence[Generated],
+    version: int,
+    transform: Transform | None,
+) -> tuple[SamplesGenerated, Columns]:
+    """SamplesGenerated, its segment still to be written, and the rows of it."""
+    columns, sampled = generated_rows(samples)
+    triples = zip(columns["uid"], columns["token_digest"], columns["logp_digest"], strict=True)
+    event = SamplesGenerated(
+        attempt=attempt,
+        iteration=iteration,
+        count=len(samples),
+        tokens=sum(columns["tokens"]),
+        sampled_tokens=sampled,
+        policy_version=version,
+        digest=generated_digest(triples),
+        segment=NO_SEGMENT,
+        transform=transform,
+    )
+    return event, columns
+
+
+def rewarded_event(
+    attempt: str, iteration: int, rewards: Mapping[str, float], tokens: Mapping[str, Any], by: str
+) -> tuple[SamplesRewarded, Columns]:
+    """SamplesRewarded and its rows; ``tokens`` are those that the scorer looked at, by uid."""
+    uids = list(rewards)
+    columns: Columns = {
+        "uid": uids,
+        "token_digest": [digest(ids_bytes(tokens[uid])) for uid in uids],
+        "reward": [float(rewards[uid]) for uid in uids],
+        "scorer": [by] * len(uids),
+    }
+    scored = zip(uids, columns["token_digest"], columns["reward"], strict=True)
+    event = SamplesRewarded(
+        attempt=attempt,
+        iteration=iteration,
+        count=len(uids),
+        reward_mean=sum(columns["reward"]) / max(1, len(uids)),
+        digest=rewarded_digest(scored),
+        segment=NO_SEGMENT,
+    )
+    return event, columns
+
+
+def consumed_event(
+    attempt: str, iteration: int, samples: Sequence[Consumed], version: int, version_min: int
+) -> tuple[BatchConsumed, Columns]:
+    """BatchConsumed and its rows."""
+    masks = _masks([s.trained for s in samples])
+    columns: Columns = {
+        "uid": [s.uid for s in samples],
+        "token_digest": [digest(ids_bytes(s.tokens)) for s in samples],
+        "reward": [float(s.reward) for s in samples],
+        "advantage": [float(s.advantage) for s in samples],
+        "group": [group_of(s.uid) for s in samples],
+        "virtual_rank": [s.virtual_rank for s in samples],
+        "tokens": [
+            len(s.tokens) if mask is None else mask.count
+            for s, mask in zip(samples, masks, strict=True)
+        ],
+    }
+    _optional(
+        columns,
+        mask_digest=[None if mask is None else mask.digest for mask in masks],
+        logp_digest=[
+            None if s.logps is None else _logp_digest(s.logps, mask)
+            for s, mask in zip(samples, masks, strict=True)
+        ],
+    )
+    event = BatchConsumed(
+        attempt=attempt,
+        iteration=iteration,
+        count=len(samples),
+        tokens=sum(columns["tokens"]),
+        policy_version=version,
+        version_min=version_min,
+        digest=consumed_digest(zip(columns["uid"], columns["token_digest"], strict=True)),
+        segment=NO_SEGMENT,
+    )
+    return event, columns

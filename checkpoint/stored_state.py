@@ -1,0 +1,229 @@
+"""Reads states as they lie on disk, a tensor at a time: bundles, DCP, safetensors, Hugging Face.
+
+Folders that this program did not write are read as they are. The index of a DCP folder is a pickle:
+reading one from somebody else means to trust them, as loading it with torch does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+
+from shiftbook.checkpoint.errors import BundleError, PartDamaged, PartMissing
+from shiftbook.checkpoint.manifest import (
+    MANIFEST_NAME,
+    STATE_FOLDER,
+    BundleManifest,
+    PartRecord,
+    check_files,
+)
+
+DCP_INDEX = ".metadata"
+HF_INDEX = "model.safetensors.index.json"
+
+Kind = Literal["bundle", "dcp", "safetensors"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor on disk: dtype and shape, and how to read it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+    fingerprint: str | None = None
+    """As the manifest of a bundle gives it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """A state on disk. A folder that is no bundle has one part."""
+
+    path: Path
+    kind: Kind
+    parts: dict[str, dict[str, StoredTensor]]
+    files: tuple[Path, ...]
+    """What holds it, but for bundles, whose manifest says so."""
+    not_tensors: tuple[str, ...] = ()
+    """Names of what else a DCP folder holds; it is left aside."""
+
+
+def open_stored_state(path: str | os.PathLike[str], *, part: str = "policy") -> StoredState:
+    """Open a bundle, a DCP folder, a safetensors file or a folder of them (Hugging Face's).
+
+    `part` names the one part of what is no bundle. Bundles are checked against their manifest
+    first. Raises ManifestInvalid, PartMissing or PartDamaged, and BundleError for what is none of
+    these.
+    """
+    place = Path(path)
+    if (place / MANIFEST_NAME).is_file():
+        return _bundle(place)
+    if (place / DCP_INDEX).is_file():
+        return _dcp_folder(place, part)
+    if place.is_file() and place.suffix == ".safetensors":
+        return _safetensors(place, part, (place,))
+    if (place / HF_INDEX).is_file():
+        return _safetensors(place, part, _indexed_files(place, part))
+    found = tuple(sorted(place.glob("*.safetensors"))) if place.is_dir() else ()
+    if found:
+        return _safetensors(place, part, found)
+    raise BundleError(
+        f"{place}: expected a bundle, a folder of torch.distributed.checkpoint, a .safetensors "
+        "file or a folder of such files, found none of these; give the folder that holds "
+        f"{MANIFEST_NAME}, {DCP_INDEX} or *.safetensors",
+        path=str(place),
+    )
+
+
+def _bundle(folder: Path) -> StoredState:
+    manifest: BundleManifest = check_files(folder)
+    parts: dict[str, dict[str, StoredTensor]] = {}
+    for name, record in manifest.parts.items():
+        readers = part_readers(folder, name, record)
+        missing = sorted(set(record.tensors) - set(readers))
+        if missing:
+            raise PartMissing(
+                f"{folder}: part {name}: expected tensor {missing[0]}, found none of that name",
+                path=str(folder),
+                part=name,
+            )
+        parts[name] = {
+            tensor: StoredTensor(entry.dtype, entry.shape, readers[tensor].read, entry.fingerprint)
+            for tensor, entry in record.tensors.items()
+        }
+    return StoredState(folder, "bundle", parts, ())
+
+
+def part_readers(folder: Path, name: str, record: PartRecord) -> dict[str, StoredTensor]:
+    """The tensors of one part of a bundle as they stand on disk; check the part's bytes first."""
+    if record.format == "dcp":
+        return _dcp_tensors(folder / STATE_FOLDER, name, f"{name}/")[0]
+    files = dict.fromkeys(folder / piece.file for piece in record.ranges)
+    if record.format == "dcp-folder":
+        return _dcp_tensors(next(iter(files)).parent, name, "")[0]
+    return _safetensors(folder, name, tuple(files)).parts[name]
+
+
+def _dcp_folder(folder: Path, part: str) -> StoredState:
+    tensors, others = _dcp_tensors(folder, part, "")
+    files = [folder / DCP_INDEX, *sorted(folder.glob("*.distcp"))]
+    return StoredState(folder, "dcp", {part: tensors}, tuple(files), tuple(others))
+
+
+def _dcp_tensors(folder: Path, part: str, prefix: str) -> tuple[dict[str, StoredTensor], list[str]]:
+    """Tensors whose keys begin with a prefix, by the rest of the key; and other entries."""
+    try:
+        index: Metadata = dcp.FileSystemReader(folder).read_metadata()
+    except Exception as error:  # a pickle fails in many ways
+        raise _damaged(folder, part, f"its index cannot be read ({error})") from error
+    tensors: dict[str, StoredTensor] = {}
+    others = []
+    for key, entry in index.state_dict_metadata.items():
+        if not key.startswith(prefix):
+            continue
+        if isinstance(entry, BytesStorageMetadata):
+            others.append(key)
+            continue
+        dtype, shape = entry.properties.dtype, tuple(int(n) for n in entry.size)
+        tensors[key.removeprefix(prefix)] = StoredTensor(
+            str(dtype).removeprefix("torch."), shape, _dcp_reader(folder, part, key, dtype, shape)
+        )
+    return tensors, others
+
+
+def _dcp_reader(
+    folder: Path, part: str, key: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[], Tensor]:
+    def read() -> Tensor:
+        state = {key: torch.empty(shape, dtype=dtype)}
+        try:
+            with warnings.catch_warnings():
+                # It warns that no process group exists, which no_dist=True says on purpose.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        except Exception as error:  # what torch raises depends on what is broken
+            raise _damaged(folder, part, f"{key} cannot be read ({error})") from error
+        return state[key]
+
+    return read
+
+
+def _indexed_files(folder: Path, part: str) -> tuple[Path, ...]:
+    """The shards that a Hugging Face index names."""
+    try:
+        index = json.loads((folder / HF_INDEX).read_text(encoding="utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(folder, part, f"{HF_INDEX} cannot be read ({error!r})") from error
+    for name in names:
+        if not (folder / name).is_file():
+            raise PartMissing(
+                f"{folder}: part {part}: expected the shard {name} that {HF_INDEX} names, found "
+                "no such file; fetch it again",
+                path=str(folder),
+                part=part,
+            )
+    return tuple(folder / name for name in names)
+
+
+def _safetensors(place: Path, part: str, files: tuple[Path, ...]) -> StoredState:
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _file_tensors(place, part, file).items():
+            if name in tensors:
+                raise _damaged(place, part, f"{name} stands in two files, {file.name} among them")
+            tensors[name] = tensor
+    return StoredState(place, "safetensors", {part: tensors}, files)
+
+
+def _file_tensors(place: Path, part: str, file: Path) -> dict[str, StoredTensor]:
+    def reader(name: str) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            try:
+                with safe_open(file, framework="pt") as stream:
+                    tensor: Tensor = stream.get_tensor(name)
+                    return tensor
+            except (OSError, SafetensorError) as error:
+                raise _damaged(place, part, f"{name} cannot be read ({error})") from error
+
+        return read
+
+    found = {}
+    try:
+        with safe_open(file, framework="pt") as stream:
+            for name in stream.keys():  # noqa: SIM118, this is no mapping
+                view = stream.get_slice(name)
+                dtype = _SAFETENSORS_DTYPES.get(view.get_dtype(), view.get_dtype())
+                found[name] = StoredTensor(dtype, tuple(view.get_shape()), reader(name))
+    except (OSError, SafetensorError) as error:
+        raise _damaged(
+            place, part, f"{file.name} is no whole safetensors file ({error})"
+        ) from error
+    return found
+
+
+_SAFETENSORS_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu", "I16": "int16", "U16": "uint16",
+    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "U32": "uint32", "F32": "float32",
+    "C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64",
+}  # fmt: skip
+
+
+def _damaged(place: Path, part: str, what: str) -> PartDamaged:
+    return PartDamaged(
+        f"{place}: part {part}: {what}; restore the files or use an earlier state",
+        path=str(place),
+        part=part,
+    )

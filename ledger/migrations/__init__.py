@@ -1,0 +1,1 @@
+"""Revisions of the tables beside the events, for alembic; the table of events itself only grows."""

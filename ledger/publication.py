@@ -1,0 +1,304 @@
+"""Places outside the database where signed heads are published, and from which they are read.
+
+A place is a file that is only appended to, a folder at any fsspec URL with one object for each
+head, or a command that is given each head on its standard input. What stands there must be out of
+reach of those who can write the database: that is all that a published head is good for.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.errors import InvalidInput, InvalidNote, PublicationFailed
+from shiftbook.ledger.signed_note import SignedHead, split_heads
+
+COMMAND_PREFIX = "exec:"
+
+COMMAND_LIMIT_S = 60.0
+"""How long a witness command may take before it counts as failed."""
+
+TAIL_BYTES = 1 << 16
+"""What is read of a file's end to find its last head."""
+
+NAME_DIGITS = 20
+"""Digits of an object's name, so that the order of names is the order of sizes."""
+
+
+class Outlet(ABC):
+    """One place."""
+
+    name: str
+    """What it is called in messages, without credentials."""
+
+    @abstractmethod
+    def last(self) -> SignedHead | None:
+        """The last head there, not verified; None where there is none or it cannot be asked.
+
+        Raises PublicationFailed where the place cannot be reached or holds something else.
+        """
+
+    @abstractmethod
+    def publish(self, head: SignedHead) -> None:
+        """Add a head, durable on return. Raises PublicationFailed."""
+
+    def _failed(self, why: object, do: str) -> PublicationFailed:
+        return PublicationFailed(f"expected to publish heads to {self.name}, found: {why}; {do}")
+
+
+class FileOutlet(Outlet):
+    """A file with one head after the other, only ever appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, str(path)
+
+    def last(self) -> SignedHead | None:
+        """The last whole head; what a crash left of another after it is passed over."""
+        chunks = self._tail()
+        if not chunks:
+            return None
+        try:
+            return SignedHead.parse(chunks[-1][1])
+        except InvalidNote as error:
+            if len(chunks) == 1:
+                if chunks[0][0] == 0 and not chunks[0][1].endswith(b"\n"):
+                    return None
+                raise self._failed(f"its last head is damaged ({error})", _RESTORE) from error
+        try:
+            return SignedHead.parse(chunks[-2][1])
+        except InvalidNote as error:
+            raise self._failed(f"its last heads are damaged ({error})", _RESTORE) from error
+
+    def publish(self, head: SignedHead) -> None:
+        """Append a head; a torn one that a crash left is replaced by its whole."""
+        data = head.data()
+        try:
+            chunks = self._tail()
+            new = not self.path.exists()
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                if chunks and not _is_head(chunks[-1][1]):
+                    offset, torn = chunks[-1]
+                    if not data.startswith(torn):
+                        raise self._failed("its last head is damaged", _RESTORE)
+                    os.ftruncate(fd, offset)
+                _write_all(fd, data + b"\n")
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            if new:
+                sync_path(self.path.parent)
+        except OSError as error:
+            raise self._failed(error.strerror or error, _MEND) from error
+
+    def _tail(self) -> list[tuple[int, bytes]]:
+        """(offset, bytes) of the notes at the end; the first may have lost its beginning."""
+        try:
+            with self.path.open("rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES)
+                file.seek(start)
+                found = [(start + at, chunk) for at, chunk in split_heads(file.read())]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise self._failed(error.strerror or error, _MEND) from error
+        return found
+
+
+class UrlOutlet(Outlet):
+    """A folder at an fsspec URL, with an object for each head, named by its size."""
+
+    def __init__(self, url: str) -> None:
+        self.name = shown_url(url)
+        self._fs, self._root = _filesystem(url, self.name)
+
+    def last(self) -> SignedHead | None:
+        """The head with the largest size."""
+        try:
+            names = _names(self._fs, self._root)
+            return SignedHead.parse(self._fs.cat_file(names[-1])) if names else None
+        except InvalidNote as error:
+            raise self._failed(f"its last head is damaged ({error})", _RESTORE) from error
+        except Exception as error:  # each file system raises errors of its own
+            raise self._failed(f"{type(error).__name__}: {error}", _MEND) from error
+
+    def publish(self, head: SignedHead) -> None:
+        """Write the object; one that is there with other content is never overwritten."""
+        path = f"{self._root}/{head.size:0{NAME_DIGITS}d}"
+        try:
+            self._fs.invalidate_cache()
+            if self._fs.exists(path):
+                there = self._fs.cat_file(path)
+            else:
+                self._fs.makedirs(self._root, exist_ok=True)
+                self._fs.pipe_file(path, head.data())
+                there = self._fs.cat_file(path)
+        except Exception as error:  # each file system raises errors of its own
+            raise self._failed(f"{type(error).__name__}: {error}", _MEND) from error
+        if there != head.data():
+            raise self._failed(
+                f"another head of size {head.size}",
+                "find out who wrote it: somebody signs a second history, or uses this place too",
+            )
+
+
+class CommandOutlet(Outlet):
+    """A command that gets each head on its standard input and accepts it by exit code 0."""
+
+    def __init__(self, command: str, limit_s: float = COMMAND_LIMIT_S) -> None:
+        try:
+            self._words = shlex.split(command)
+        except ValueError as error:
+            raise InvalidInput(
+                f"expected a command after {COMMAND_PREFIX}, found {error}"
+            ) from error
+        if not self._words:
+            raise InvalidInput(f"expected a command after {COMMAND_PREFIX}, found none")
+        self._limit_s = limit_s
+        self.name = COMMAND_PREFIX + self._words[0]
+        self._accepted: SignedHead | None = None
+
+    def last(self) -> SignedHead | None:
+        """The last head that it accepted from this process."""
+        return self._accepted
+
+    def publish(self, head: SignedHead) -> None:
+        """Run the command; it may refuse, as a witness does with a head that forks."""
+        do = "run it by hand with the head on stdin to see why"
+        try:
+            done = subprocess.run(
+                self._words,
+                input=head.data(),
+                capture_output=True,
+                timeout=self._limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise self._failed(f"no answer within {self._limit_s:g} s", do) from error
+        except OSError as error:
+            raise self._failed(error.strerror or error, "check the command") from error
+        if done.returncode != 0:
+            told = done.stderr.decode("utf-8", "replace").strip().splitlines()
+            raise self._failed(
+                f"exit code {done.returncode} {told[-1] if told else ''}".strip(), do
+            )
+        self._accepted = head
+
+
+_MEND = "check the place and the permissions; the head is offered again next time"
+_RESTORE = "restore it from a copy; nothing is added behind a damaged head"
+
+
+def _is_head(data: bytes) -> bool:
+    try:
+        SignedHead.parse(data)
+    except InvalidNote:
+        return False
+    return True
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def shown_url(url: str) -> str:
+    """A URL without user, password and query."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}{parts.path}"
+
+
+def _filesystem(url: str, shown: str) -> tuple[Any, str]:
+    import fsspec  # only where a URL is used
+
+    try:
+        fs, root = fsspec.core.url_to_fs(url)
+    except (ImportError, ValueError) as error:
+        raise InvalidInput(
+            f"expected a URL that fsspec can open, found {shown} ({error}); "
+            "install what it names, or check the scheme"
+        ) from error
+    return fs, str(root).rstrip("/")
+
+
+def _names(fs: Any, root: str) -> list[str]:
+    """Objects of a folder that are heads by their name, in the order of their sizes."""
+    fs.invalidate_cache()
+    if not fs.exists(root):
+        return []
+    found = (str(entry) for entry in fs.ls(root, detail=False))
+    return sorted(
+        name
+        for name in found
+        if len(last := name.rsplit("/", 1)[-1]) == NAME_DIGITS and last.isdecimal()
+    )
+
+
+def open_outlet(target: str) -> Outlet:
+    """``exec:COMMAND``, an fsspec URL of a folder, or the path of a file. Raises InvalidInput."""
+    if target.startswith(COMMAND_PREFIX):
+        return CommandOutlet(target.removeprefix(COMMAND_PREFIX))
+    if "://" in target:
+        return UrlOutlet(target)
+    if not target or Path(target).is_dir():
+        raise InvalidInput(
+            f"expected the path of a file for heads, found {target or 'nothing'!r}, which is none; "
+            "name a file, a URL such as s3://bucket/heads, or exec:COMMAND"
+        )
+    return FileOutlet(Path(target).expanduser())
+
+
+def read_published(target: str) -> Iterator[tuple[str, bytes]]:
+    """(where, bytes) of every head at a place, in its order, unparsed.
+
+    ``target`` is a file of heads, or an fsspec URL of a folder or of such a file. Raises
+    PublicationFailed where it cannot be read.
+    """
+    if "://" not in target:
+        try:
+            data = Path(target).expanduser().read_bytes()
+        except OSError as error:
+            raise PublicationFailed(
+                f"expected published heads in {target}, found: {error.strerror}; check the path"
+            ) from error
+        if not data.strip():
+            raise PublicationFailed(
+                f"expected published heads in {target}, found an empty file; check the path, or "
+                "restore the file from a copy"
+            )
+        yield from _numbered(target, data)
+        return
+    shown = shown_url(target)
+    fs, root = _filesystem(target, shown)
+    try:
+        if fs.isfile(root):
+            yield from _numbered(shown, fs.cat_file(root))
+            return
+        names = _names(fs, root)
+        if not names:
+            raise PublicationFailed(
+                f"expected published heads at {shown}, found none; check the URL"
+            )
+        for name in names:
+            yield f"{shown}/{name.rsplit('/', 1)[-1]}", fs.cat_file(name)
+    except PublicationFailed:
+        raise
+    except Exception as error:  # each file system raises errors of its own
+        raise PublicationFailed(
+            f"expected published heads at {shown}, found {type(error).__name__}: {error}; "
+            "check the URL and its credentials"
+        ) from error
+
+
+def _numbered(where: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+    for number, (_, chunk) in enumerate(split_heads(data), 1):
+        yield f"{where}, head {number}", chunk

@@ -1,0 +1,237 @@
+"""Where evidence segments lie: a local folder, or a folder that fsspec reaches by a URL."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+from urllib.parse import unquote, urlsplit
+
+from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.errors import EvidenceError
+
+DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
+"""Name of a segment that is being written; nothing refers to it."""
+
+DRAFT_AGE_S = 60.0
+"""A younger draft is left alone: its writer may have made it and not locked it yet."""
+
+T = TypeVar("T")
+
+
+def segment_name(sha256: str) -> str:
+    """File name of a segment."""
+    return f"{sha256}.parquet"
+
+
+@runtime_checkable
+class SegmentPlace(Protocol):
+    """What holds the files of segments, by their SHA-256."""
+
+    def where(self, sha256: str) -> str:
+        """Name of a segment's file for people, without credentials."""
+
+    def get(self, sha256: str) -> bytes | None:
+        """Bytes of a segment's file, None where there is none; raise EvidenceError."""
+
+
+@runtime_checkable
+class WritablePlace(SegmentPlace, Protocol):
+    """A place that takes new segments."""
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Write a file that is there whole or not at all; durable after ``settle``."""
+
+    def settle(self) -> None:
+        """Make what was put durable; raise EvidenceError."""
+
+
+class LocalFolder:
+    """A folder of this machine; files appear under their names complete and synced."""
+
+    _tidied: set[Path] = set()
+    """Folders that this process looked through for drafts of writers that died."""
+    _doubtful: set[Path] = set()
+    """Files whose folder could not be synced; their names may be gone after a power cut."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._fresh: set[Path] = set()
+
+    def where(self, sha256: str) -> str:
+        """Path of a segment's file."""
+        return str(self.folder / segment_name(sha256))
+
+    def get(self, sha256: str) -> bytes | None:
+        """Bytes of a segment's file, None where there is none; raise EvidenceError."""
+        try:
+            return (self.folder / segment_name(sha256)).read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise EvidenceError(
+                f"expected to read evidence at {self.where(sha256)}, found: {error.strerror}; "
+                "make it readable, or restore it from a copy"
+            ) from error
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Write and sync a draft and give it its name; what stands there with these bytes stays."""
+        target = self.folder / segment_name(sha256)
+        with self._explained():
+            self._begin()
+            if target not in self._doubtful and _holds(target, data):
+                return
+            self._fresh.add(target)
+            draft = self.folder / f".{sha256}.{secrets.token_hex(4)}"
+            try:
+                with draft.open("xb") as file:
+                    # Held until the draft has its name, so that nobody takes it for abandoned.
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                    file.write(data)
+                    file.flush()
+                    os.fdatasync(file.fileno())
+                    draft.replace(target)
+            finally:
+                draft.unlink(missing_ok=True)
+
+    def settle(self) -> None:
+        """Sync the folder's list of names; after a failure its new files are written again."""
+        fresh, self._fresh = self._fresh, set()
+        with self._explained():
+            try:
+                sync_path(self.folder)
+            except OSError:
+                # A second sync of the folder could succeed without having written these names.
+                self._doubtful |= fresh
+                raise
+        self._doubtful -= fresh
+
+    def tidy(self) -> int:
+        """Remove the drafts of writers that died; how many there were."""
+        removed = 0
+        with os.scandir(self.folder) as found:
+            drafts = [self.folder / e.name for e in found if DRAFT.fullmatch(e.name)]
+        oldest_s = time.time() - DRAFT_AGE_S
+        for draft in drafts:
+            # A living writer holds a lock on its draft, and the lock dies with its process.
+            with contextlib.suppress(FileNotFoundError, BlockingIOError), draft.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_mtime < oldest_s:
+                    draft.unlink()
+                    removed += 1
+        return removed
+
+    def _begin(self) -> None:
+        if not self.folder.is_dir():
+            self.folder.mkdir(exist_ok=True)
+            sync_path(self.folder.parent)
+        if self.folder not in self._tidied:
+            self.tidy()
+            self._tidied.add(self.folder)
+
+    @contextlib.contextmanager
+    def _explained(self) -> Any:
+        try:
+            yield
+        except OSError as error:
+            raise EvidenceError(
+                f"expected to write evidence to {self.folder}, found: {error.strerror or error}; "
+                "make the folder writable and give it space"
+            ) from error
+
+
+def _holds(target: Path, data: bytes) -> bool:
+    """True where the file stands with these bytes."""
+    try:
+        return target.stat().st_size == len(data) and target.read_bytes() == data
+    except FileNotFoundError:
+        return False
+
+
+class RemoteFolder:
+    """A folder of whatever fsspec knows (s3, gcs, ...); credentials are fsspec's own matter.
+
+    Object stores show an object whole or not at all. Where a file system shows a torn one, reading
+    names it and writing the rows again repairs it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        self.shown = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
+        self._fs, self._root = self._reach(lambda: _file_system(url), "use")
+
+    def where(self, sha256: str) -> str:
+        """URL of a segment's file, without credentials."""
+        return f"{self.shown}/{segment_name(sha256)}"
+
+    def get(self, sha256: str) -> bytes | None:
+        """Bytes of a segment's file, None where there is none; raise EvidenceError."""
+
+        def read() -> bytes | None:
+            try:
+                return bytes(self._fs.cat_file(self._path(sha256)))
+            except FileNotFoundError:
+                return None
+
+        return self._reach(read, "read evidence at")
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Write a file and read it back; what stands there with these bytes stays."""
+        if self.get(sha256) == data:
+            return
+
+        def write() -> None:
+            self._fs.makedirs(self._root, exist_ok=True)
+            self._fs.pipe_file(self._path(sha256), data)
+
+        self._reach(write, "write evidence to")
+        if self.get(sha256) != data:
+            raise EvidenceError(
+                f"expected the bytes that were written at {self.where(sha256)}, found others; "
+                "write the rows again"
+            )
+
+    def settle(self) -> None:
+        """Nothing is left to do: an object is durable when its store has answered."""
+
+    def _path(self, sha256: str) -> str:
+        return f"{self._root.rstrip('/')}/{segment_name(sha256)}"
+
+    def _reach(self, act: Callable[[], T], what: str) -> T:
+        try:
+            return act()
+        except Exception as error:
+            # Every store behind fsspec has errors of its own.
+            said = " ".join(str(error).replace(self.url, self.shown).split())[:200]
+            raise EvidenceError(
+                f"expected to {what} {self.shown}, found: {type(error).__name__} {said}; see that "
+                "fsspec reaches it from here, its package and credentials included"
+            ) from error
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
+
+    fs, root = url_to_fs(url)
+    return fs, str(root)
+
+
+def open_place(place: Path | str) -> LocalFolder | RemoteFolder:
+    """The folder at a path or URL; raise EvidenceError where fsspec does not know the URL."""
+    if isinstance(place, Path):
+        return LocalFolder(place)
+    parts = urlsplit(place)
+    if "://" not in place:
+        return LocalFolder(Path(place))
+    if parts.scheme in ("file", "local"):
+        # Not through fsspec, which neither syncs nor renames into place.
+        return LocalFolder(Path(unquote(parts.path)))
+    return RemoteFolder(place)

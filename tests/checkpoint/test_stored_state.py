@@ -1,0 +1,233 @@
+"""Goal: states that others saved are registered as they lie, restored, checked, and compared.
+
+Method: real DCP folders, safetensors files and Hugging Face folders are made with their own
+libraries; the files' bytes and times are compared before and after; then they are damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+from safetensors.torch import save_file
+
+from shiftbook.checkpoint.bundle import save_bundle
+from shiftbook.checkpoint.errors import BundleError, PartDamaged, PartMissing
+from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.checkpoint.manifest import check_files
+from shiftbook.checkpoint.register import register_state
+from shiftbook.checkpoint.restore import restore_bundle
+from shiftbook.checkpoint.stored_state import open_stored_state
+from shiftbook.ledger.cli import main
+from tests.checkpoint.bundle_states import fields, state
+
+FIELDS = {"job": "sft", "attempt": "a1", "iteration": 7, "policy_version": 3}
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return {
+        "embed": torch.randn(30, 8, generator=generator).bfloat16(),
+        "head.weight": torch.randn(8, 30, generator=generator).half(),
+        "norm": torch.ones(8),
+        "steps": torch.tensor(5),
+    }
+
+
+def in_dcp(folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = {**weights(), "note": "text"}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(folder / "dcp"), no_dist=True)
+    return folder / "dcp"
+
+
+def in_one_file(folder: Path) -> Path:
+    save_file(weights(), folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def in_hugging_face_shards(folder: Path) -> Path:
+    place = folder / "hf"
+    place.mkdir()
+    tensors = weights()
+    shards = {"model-1.safetensors": ["embed"], "model-2.safetensors": sorted(tensors)[1:]}
+    for file, names in shards.items():
+        save_file({name: tensors[name] for name in names}, place / file)
+    index = {"weight_map": {name: file for file, names in shards.items() for name in names}}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    (place / "config.json").write_text("{}")
+    return place
+
+
+Maker = Callable[[Path], Path]
+MAKERS = [in_dcp, in_one_file, in_hugging_face_shards]
+
+
+def files_of(place: Path) -> dict[Path, tuple[bytes, int]]:
+    every = place.rglob("*") if place.is_dir() else [place]
+    return {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in every if p.is_file()}
+
+
+def run(*arguments: Any) -> Result:
+    return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_register_restores_and_rewrites_nothing(make: Maker, tmp_path: Path) -> None:
+    source = make(tmp_path)
+    before = files_of(source)
+    bundle = register_state(source, tmp_path / "shelf", FIELDS, kind="model")
+    assert files_of(source) == before
+    assert bundle.manifest.parts["policy"].fingerprints == fingerprint_tensors(weights())
+    assert bundle.manifest.iteration == 7
+    check_files(bundle.path)
+    restored = restore_bundle(bundle.path)["policy"]
+    assert {n: t.dtype for n, t in restored.items()} == {n: t.dtype for n, t in weights().items()}
+    assert fingerprint_tensors(restored) == fingerprint_tensors(weights())
+    assert sum(f.stat().st_size for f in bundle.path.rglob("*") if f.is_file()) < 16_000
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_registered_state_that_changed_is_refused(make: Maker, tmp_path: Path) -> None:
+    source = make(tmp_path)
+    bundle = register_state(source, tmp_path / "shelf", FIELDS)
+    pattern = "*.distcp" if make is in_dcp else "*.safetensors"
+    data = max(source.glob(pattern)) if source.is_dir() else source
+    good = data.read_bytes()
+    data.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(PartDamaged, match="part policy"):
+        restore_bundle(bundle.path)
+    assert run("verify", bundle.path).exit_code == 1
+    data.write_bytes(good[:-1])
+    with pytest.raises(PartDamaged, match="torn"):
+        restore_bundle(bundle.path)
+    data.unlink()
+    with pytest.raises(PartMissing, match="part policy"):
+        restore_bundle(bundle.path)
+
+
+def test_what_cannot_be_registered(tmp_path: Path) -> None:
+    shelf = tmp_path / "shelf"
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(BundleError, match="found none of these"):
+        register_state(empty, shelf, FIELDS)
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(in_one_file(tmp_path).read_bytes()[:-5])
+    with pytest.raises(PartDamaged, match=r"torn\.safetensors"):
+        register_state(torn, shelf, FIELDS)
+    folder = in_hugging_face_shards(tmp_path)
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(PartMissing, match=r"model-2\.safetensors"):
+        register_state(folder, shelf, FIELDS)
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(PartDamaged, match=r"index\.json cannot be read"):
+        register_state(folder, shelf, FIELDS)
+    twice = tmp_path / "twice"
+    twice.mkdir()
+    for name in ("a", "b"):
+        save_file({"w": torch.ones(2)}, twice / f"{name}.safetensors")
+    with pytest.raises(PartDamaged, match="two files"):
+        register_state(twice, shelf, FIELDS)
+    (in_dcp(tmp_path) / ".metadata").write_bytes(b"no pickle")
+    with pytest.raises(PartDamaged, match="index cannot be read"):
+        register_state(tmp_path / "dcp", shelf, FIELDS)
+    save_file({}, tmp_path / "nothing.safetensors")
+    with pytest.raises(BundleError, match="at least one tensor"):
+        register_state(tmp_path / "nothing.safetensors", shelf, FIELDS)
+    bundle = save_bundle(tmp_path / "own", fields(1), state(1))
+    with pytest.raises(BundleError, match="registered already"):
+        register_state(bundle.path, shelf, FIELDS)
+    assert not list(shelf.glob("bundle-*"))
+
+
+def test_the_command_registers_and_says_what(tmp_path: Path) -> None:
+    source = in_dcp(tmp_path)
+    done = run("register", source, tmp_path / "shelf", "--job", "sft", "--iteration", 7)
+    assert done.exit_code == 0, done.output
+    assert "4 tensors" in done.stdout
+    assert run("verify", tmp_path / "shelf").exit_code == 0
+    (listed,) = json.loads(run("list", tmp_path / "shelf", "--format", "json").stdout)
+    assert (listed["job"], listed["iteration"]) == ("sft", 7)
+    nothing = tmp_path / "nothing"
+    nothing.mkdir()
+    refused = run("register", nothing, tmp_path / "shelf", "--job", "sft")
+    assert refused.exit_code == 2
+    assert "found none of these" in refused.stderr
+    assert "Traceback" not in refused.output
+
+
+def test_the_same_state_in_all_forms_does_not_differ(tmp_path: Path) -> None:
+    places = [make(tmp_path) for make in MAKERS]
+    places.append(register_state(places[0], tmp_path / "shelf", FIELDS).path)
+    for one in places:
+        for other in places:
+            done = run("diff", one, other)
+            assert done.exit_code == 0, (one, other, done.output)
+
+
+def test_differences_are_named_and_counted(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({**weights(), "old": torch.ones(3)}, first)
+    changed = weights()
+    changed["embed"][4, 2:5] += 1
+    changed["norm"] = torch.ones(8, dtype=torch.float64)
+    changed["head.weight"] = changed["head.weight"].reshape(30, 8).contiguous()
+    save_file({**changed, "new": torch.zeros(2, 2)}, second)
+    done = run("diff", first, second, "--format", "json")
+    assert done.exit_code == 1
+    rows = {row["tensor"]: row for row in json.loads(done.stdout)}
+    assert {
+        name: (row["what"], row["differing"], row["elements"]) for name, row in rows.items()
+    } == {
+        "embed": ("elements", 3, 240),
+        "head.weight": ("shape", None, 240),
+        "new": ("only in B", None, 4),
+        "norm": ("dtype", None, 8),
+        "old": ("only in A", None, 3),
+    }
+    assert rows["norm"]["a"] == "float32 [8]"
+    assert rows["norm"]["b"] == "float64 [8]"
+    assert rows["embed"]["a"] == fingerprint_tensors(weights())["embed"]
+
+
+def test_bundles_differ_by_part_and_only_what_differs_is_read(tmp_path: Path) -> None:
+    one, other = (save_bundle(tmp_path / str(k), fields(k), state(k)) for k in (1, 2))
+    rows = json.loads(run("diff", one.path, tmp_path / "2", "--format", "json").stdout)
+    differing = {
+        (part, name)
+        for part, record in one.manifest.parts.items()
+        for name, tensor in record.tensors.items()
+        if tensor.fingerprint != other.manifest.parts[part].tensors[name].fingerprint
+    }
+    assert {(row["part"], row["tensor"]) for row in rows} == differing
+    assert differing
+    assert run("diff", one.path, one.path).exit_code == 0
+    shutil.rmtree(one.path / "state")
+    broken = run("diff", one.path, other.path)
+    assert broken.exit_code == 2
+    assert "Traceback" not in broken.output
+
+
+def test_complex_elements_count_once(tmp_path: Path) -> None:
+    folders = []
+    for index in range(2):
+        value = torch.ones(6, dtype=torch.complex128)
+        value[2] += index * (1 + 1j)
+        folder = tmp_path / str(index)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({"z": value}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        folders.append(folder)
+    (row,) = json.loads(run("diff", *folders, "--format", "json").stdout)
+    assert (row["differing"], row["elements"]) == (1, 6)
+    assert open_stored_state(folders[0]).kind == "dcp"

@@ -1,0 +1,166 @@
+"""Everything that writes a ledger or beside one, each act in a forked child whose calls fail.
+
+Run under strace, which fails or kills at the WHEN-th call of a kind in every process. A child makes
+so many idle calls first that this is the n-th call of its act; so one run of strace sweeps over all
+calls of an act, and the imports are paid once. An act tells what was acknowledged and what failed
+through ``writev``, which strace leaves alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shiftbook.ledger.archive import export_archive, import_archive
+from shiftbook.ledger.archive_file import ArchiveFile
+from shiftbook.ledger.errors import ShiftbookError
+from shiftbook.ledger.events.job import ExperimentForked
+from shiftbook.ledger.evidence import write_segment
+from shiftbook.ledger.ledger import Ledger
+
+WHEN = 400
+"""The call that strace fails, counted from a process's first one; an act makes fewer."""
+
+APPENDS = 3
+TRIES = 2
+ROWS = [{"n": list(range(start, start + 50))} for start in range(3)]
+
+Tell = Callable[[str], None]
+
+
+def batch(number: int) -> list[ExperimentForked]:
+    """The events of an append."""
+    return [ExperimentForked(parent="p", reason=f"{number}.{n}") for n in range(1 + 2 * number)]
+
+
+def tried(tell: Tell, name: str, act: Callable[[], Any]) -> Any:
+    """Do an act, again where it fails, and tell what came of it each time."""
+    for _ in range(TRIES):
+        try:
+            result = act()
+        except ShiftbookError as error:
+            tell(f"{name} {type(error).__name__} {error}")
+        else:
+            tell(f"{name} ok")
+            return result
+    return None
+
+
+def append(folder: Path, tell: Tell, name: str = "ledger.db") -> None:
+    """Open a ledger, append three times, close it."""
+    ledger = tried(tell, "open", lambda: Ledger.open(f"sqlite:///{folder / name}"))
+    if ledger is not None:
+        for number in range(APPENDS):
+            tried(
+                tell,
+                f"append {number}",
+                lambda number=number: ledger.append("job", batch(number), key=f"crash {number}"),
+            )
+        ledger.close()
+        tell("close ok")
+
+
+def create(folder: Path, tell: Tell) -> None:
+    """The same with a ledger that is not there yet."""
+    append(folder, tell, "new.db")
+
+
+def export(folder: Path, tell: Tell) -> None:
+    """Write an archive over an older one."""
+
+    def act() -> None:
+        with Ledger.open(f"sqlite:///{folder}/ledger.db", read_only=True) as ledger:
+            export_archive(ledger, folder / "old.tar")
+
+    tried(tell, "export", act)
+
+
+def import_(folder: Path, tell: Tell) -> None:
+    """Bring an archive into a new ledger."""
+
+    def act() -> None:
+        with (
+            ArchiveFile.open(folder / "whole.tar") as archive,
+            Ledger.open(f"sqlite:///{folder}/new.db") as ledger,
+        ):
+            import_archive(archive, ledger)
+
+    tried(tell, "import", act)
+
+
+def evidence(folder: Path, tell: Tell) -> None:
+    """Write segments."""
+    for number, rows in enumerate(ROWS):
+        tried(tell, f"segment {number}", lambda rows=rows: write_segment(folder / "segments", rows))
+
+
+ACTS: dict[str, Callable[[Path, Tell], None]] = {
+    "append": append,
+    "create": create,
+    "evidence": evidence,
+    "export": export,
+    "import": import_,
+}
+"""Whatever else comes to write durably, such as the signing of heads, gets its act here and its
+check in test_crashes.py."""
+
+
+def _quietly(act: Callable[[], Any]) -> Callable[[], None]:
+    def idle() -> None:
+        with contextlib.suppress(OSError):
+            act()
+
+    return idle
+
+
+@contextlib.contextmanager
+def idle_calls() -> Iterator[dict[str, Callable[[], None]]]:
+    """By name of the system call, one that has no effect."""
+    null = os.open(os.devnull, os.O_RDWR)
+    yield {
+        "write": _quietly(lambda: os.write(null, b"x")),
+        "pwrite64": _quietly(lambda: os.pwrite(null, b"x", 0)),
+        "fsync": _quietly(lambda: os.fsync(null)),
+        "fdatasync": _quietly(lambda: os.fdatasync(null)),
+        "rename": _quietly(lambda: os.rename("/nonexistent/a", "/b")),  # noqa: PTH104
+        "ftruncate": _quietly(lambda: os.ftruncate(null, 0)),
+        "unlink": _quietly(lambda: os.unlink("/nonexistent/a")),  # noqa: PTH108
+    }
+    os.close(null)
+
+
+def run(act: str, call: str, number: int, template: Path, folder: Path) -> int:
+    """Do an act in a child, in a copy of the template, and have its n-th call fail; wait status.
+
+    ``number`` 0 has none fail.
+    """
+    shutil.copytree(template, folder)
+    pid = os.fork()
+    if pid:
+        (folder / "pid").write_text(str(pid))
+        return os.waitpid(pid, 0)[1]
+    told = os.open(folder / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        with idle_calls() as idle:
+            for _ in range(WHEN - number if number else 0):
+                idle[call]()
+        ACTS[act](folder, lambda line: os.writev(told, [line.encode() + b"\n"]) and None)
+    except BaseException as error:
+        os.writev(told, [f"raised {type(error).__name__}: {error}\n".encode()])
+        os._exit(1)
+    os._exit(0)
+
+
+def main(act: str, call: str, template: str, out: str, *numbers: str) -> None:
+    """Sweep over calls of an act: a folder for each under ``out``."""
+    for number in numbers:
+        run(act, call, int(number), Path(template), Path(out) / number)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

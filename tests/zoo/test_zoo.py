@@ -1,0 +1,84 @@
+"""Goal: faults that are put into a small real job are found, and honest runs are not accused.
+
+Method: the job of the zoo runs with one thing put in from outside and its ledger is judged. A
+handful of runs here by default; the whole quick form under the slow marker. `python -m tests.zoo`
+prints the table.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.zoo import mutations
+from tests.zoo.__main__ import main
+from tests.zoo.faults import load_all
+from tests.zoo.job import Shape
+from tests.zoo.legitimate import VARIANTS
+from tests.zoo.run import run
+
+FAST = {
+    "sampler_restarts": "I2",
+    "masters_overwritten": "I17b",
+    "mean_of_means": "I21",
+    "shard_of_an_older_save": "I1b",
+    "woken_with_base_weights": "I17b",
+    "flush_in_name_only": "I7",
+    "rewards_slip": "I12",
+    "tool_trained": "I11",
+    "kl_detached": "recomputed",
+}
+"""A fault of most kinds, and an invariant that must be among those that speak."""
+
+
+def test_there_are_enough_of_all_kinds() -> None:
+    faults = load_all()
+    assert len(faults) >= 80
+    assert {fault.kind for fault in faults.values()} == set("ABCDEFGHIJK")
+    assert len(VARIANTS) >= 30
+
+
+def test_the_plain_run_is_clean_and_repeats() -> None:
+    first, again, other = run(Shape(seed=3)), run(Shape(seed=3)), run(Shape(seed=4))
+    assert first.exit_code == 0, (first.told, first.could_not, first.error)
+    assert first.final == again.final
+    assert first.final != other.final
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_fault_is_found(name: str) -> None:
+    fault = load_all()[name]
+    result = run(Shape(seed=1), lambda p: fault.put_in(p, 1 if fault.when == "step" else 0))
+    assert result.exit_code == 1, (result.error, result.could_not)
+    assert FAST[name] in result.invariants
+    assert result.latency is not None
+
+
+@pytest.mark.parametrize("name", ["rolled_back", "warm_start", "step_skipped", "outage"])
+def test_an_honest_variant_is_not_flagged(name: str) -> None:
+    variant = VARIANTS[name]
+    result = run(variant.shape(1), variant.put_in)
+    assert result.exit_code == 0, (result.told, result.could_not, result.error)
+
+
+def test_everything_put_in_is_taken_out_again() -> None:
+    before = run(Shape(seed=5)).final
+    fault = load_all()["step_twice"]
+    assert run(Shape(seed=5), lambda p: fault.put_in(p, 1)).final != before
+    assert run(Shape(seed=5)).final == before
+
+
+def test_mutations_are_the_same_for_ever_and_of_all_sorts() -> None:
+    drawn = [mutations.draw(number) for number in range(400)]
+    assert drawn == [mutations.draw(number) for number in range(400)]
+    assert set(Counter(m.operator for m in drawn)) == set(mutations.OPERATORS)
+    assert {m.owner for m in drawn} == set(mutations.FUNCTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_quick_form_meets_its_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main([])
+    print(capsys.readouterr().out)
+    assert code == 0

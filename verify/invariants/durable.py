@@ -1,0 +1,64 @@
+"""I1b: what a bundle's file holds is the state at the save call, not a later or an earlier one."""
+
+from __future__ import annotations
+
+from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.manifest import load_manifest
+from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved
+from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
+
+
+class FileEquality(Invariant):
+    """I1b: the parts read back from the file are those of the live state when it was saved.
+
+    The file is read back right after the save, or when it is loaded, before its content goes into
+    the live objects; for bundles of Shiftbook's own the manifest beside the ledger is read.
+    """
+
+    id = "I1b"
+    title = "bundle on disk equals the state at the save call"
+    needs = "file_parts in CheckpointSaved or CheckpointRestored, or the bundle's manifest"
+
+    def begin(self) -> None:
+        self._bundles = 0
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if isinstance(event, CheckpointSaved):
+            self._bundles += 1
+            found = event.file_parts
+            if found is None:
+                found = self._manifest(event)
+            if found is None:
+                self.missing("the file of a bundle was not read back after its save")
+            else:
+                self._compare(step, event, found, ())
+        elif isinstance(event, CheckpointRestored) and event.file_parts is not None:
+            mark = step.track.marks.get(event.bundle)
+            if mark is not None:
+                self._compare(step, mark.saved, event.file_parts, (mark.position,))
+
+    def _manifest(self, event: CheckpointSaved) -> dict[str, str] | None:
+        try:
+            return dict(load_manifest(event.path).part_roots)
+        except BundleError:
+            return None
+
+    def _compare(
+        self, step: Step, saved: CheckpointSaved, found: dict[str, str], others: tuple[int, ...]
+    ) -> None:
+        common = sorted(saved.parts.keys() & found.keys())
+        wrong = [name for name in common if saved.parts[name] != found[name]]
+        first = wrong[0] if wrong else ""
+        self.expect(
+            not wrong,
+            step.at,
+            expected=f"part {first} {short(saved.parts.get(first))} in the file, as at the save",
+            found=f"{short(found.get(first))} (differing: {listed(wrong)})",
+            cause="the file was written later than the digests, or shards are of different saves",
+            action="Copy the state before the save returns; name the bundle in every shard.",
+            others=others,
+        )
+
+    def idle_because(self, end: End) -> str | None:
+        return None if self._bundles else "no bundle was saved"

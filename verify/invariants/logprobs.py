@@ -1,0 +1,119 @@
+"""I16: log-probabilities replay, and they are those of the declared sampling transform."""
+
+from __future__ import annotations
+
+from shiftbook.ledger.events.probes import LogProbsReplayed
+from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated
+from shiftbook.verify.invariants.base import Invariant, Step, short
+
+FACTOR = 8.0
+"""Allowed gap over the one that was measured when calibrating; below it nothing is flagged."""
+
+FLOOR = 2e-5
+"""Allowed mean gap where nothing was calibrated: float32 sums of a few dozen terms in two orders.
+An engine of another precision calibrates, or declares ``tolerances["I16"]``."""
+
+SPREAD = 10.0
+"""Allowed largest gap over the allowed mean one."""
+
+
+class LogProbsReplay(Invariant):
+    """I16: what the loss used as log-probabilities is what the stamped version gives.
+
+    The engine's, the trainer's and the reference's are computed again by other code, on a few
+    samples; attested by the job. The tolerance is declared, or FACTOR times the gap that the same
+    stack showed when it was calibrated. The loss uses the engine's own values, bit for bit.
+    """
+
+    id = "I16"
+    title = "log-probabilities replay under the stamped version"
+    needs = "LogProbsReplayed; SamplesGenerated.transform; logp_digest in consumed rows"
+
+    def begin(self) -> None:
+        self._noise: dict[str, tuple[float, int]] = {}
+
+    def feed(self, step: Step) -> None:
+        match step.event:
+            case LogProbsReplayed():
+                self._replayed(step, step.event)
+            case SamplesGenerated():
+                self._transform(step, step.event)
+            case BatchConsumed():
+                self._used(step)
+            case _:
+                pass
+
+    def _replayed(self, step: Step, event: LogProbsReplayed) -> None:
+        if event.calibrating:
+            noise, at = self._noise.get(event.what, (0.0, step.at))
+            self._noise[event.what] = (max(noise, event.mean_gap), at)
+            self.passed()
+            return
+        declared = step.plan.tolerances.get("I16") if step.plan else None
+        noise, at = self._noise.get(event.what, (0.0, -1))
+        allowed = declared if declared is not None else max(FLOOR, FACTOR * noise)
+        how = "declared" if declared is not None else f"{FACTOR:g} x the calibrated {noise:.2g}"
+        if declared is None and at < 0:
+            how = "rounding of float32; nothing was calibrated"
+        self.expect(
+            event.mean_gap <= allowed and event.largest_gap <= SPREAD * allowed,
+            step.at,
+            expected=f"{event.what} log-probabilities within {allowed:.2g} ({how})",
+            found=f"mean gap {event.mean_gap:.3g}, largest {event.largest_gap:.3g}",
+            cause="other weights, another temperature or mask, a shifted index, a stale cache",
+            action="Compare the two forwards on this sample, token by token.",
+            others=(at,),
+        )
+        share = step.plan.tolerances.get("I16.tokens", 0.0) if step.plan else 0.0
+        self.expect(
+            event.other_tokens <= share * event.tokens,
+            step.at,
+            expected=f"{event.tokens} tokens drawn as the declared randomness and transform say",
+            found=f"{event.other_tokens} drawn otherwise",
+            cause="sampled with another temperature, top-p, seed or key than declared",
+            action="Draw with the declared transform; key by job seed, uid, turn and token.",
+        )
+
+    def _transform(self, step: Step, event: SamplesGenerated) -> None:
+        if event.transform is None:
+            self.missing("generated samples carry no sampling transform")
+            return
+        if step.plan is None:
+            return
+        plan = step.plan.sampling
+        for name, expected, found in (
+            ("temperature", plan.temperature, event.transform.temperature),
+            ("top-p", plan.top_p, event.transform.top_p),
+            ("log-probabilities", plan.log_probs, event.transform.log_probs),
+        ):
+            self.expect(
+                expected == found,
+                step.at,
+                expected=f"{name} {expected}, as the plan declares",
+                found=f"{name} {found}",
+                cause="the engine's defaults or a request's options took over",
+                action="Set the transform from the plan in every request.",
+            )
+
+    def _used(self, step: Step) -> None:
+        used = step.rows.get("logp_digest") if step.rows is not None else None
+        if step.rows is None or used is None:
+            return  # a loss without behaviour log-probabilities
+        wrong = []
+        for uid, digest in zip(step.rows["uid"], used, strict=True):
+            sample = step.track.samples.get(uid)
+            if sample is None or sample.logps is None:
+                continue
+            self.passed()
+            if sample.logps != digest:
+                wrong.append((uid, sample.logps, digest, sample.generated))
+        if wrong:
+            uid, expected, digest, at = wrong[0]
+            self.flag(
+                step.at,
+                expected=f"{uid}: log-probabilities {short(expected)}, the engine's own",
+                found=f"{short(digest)} ({len(wrong)} samples)",
+                cause="behaviour log-probabilities recomputed, shifted, or of another sample",
+                action="Carry them from the engine to the loss, keyed by uid.",
+                others=(at,),
+            )

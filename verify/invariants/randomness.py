@@ -1,0 +1,141 @@
+"""Random streams: I9, pairwise distinct over their owners; I9b, each goes on where it stood."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from shiftbook.ledger.events.job import AttemptStarted
+from shiftbook.ledger.events.probes import RandomStatesRecorded
+from shiftbook.ledger.events.state import CheckpointRestored
+from shiftbook.ledger.events.training import SamplesGenerated
+from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.lineage import WINDOW
+
+RNG = "rng:"
+"""Before the owner's name in the parts of a bundle."""
+
+
+class DistinctStreams(Invariant):
+    """I9: no two owners have the same random state, and no two samples the same randomness.
+
+    Ranks that are meant to draw alike (of one tensor-parallel group) are declared in the plan's
+    ``data.shared_streams``.
+    """
+
+    id = "I9"
+    title = "random streams pairwise distinct"
+    needs = "RandomStatesRecorded by owner; stream in the rows of SamplesGenerated"
+
+    def begin(self) -> None:
+        self._streams: OrderedDict[str, tuple[str, int]] = OrderedDict()
+
+    def feed(self, step: Step) -> None:
+        if isinstance(step.event, RandomStatesRecorded):
+            self._states(step, step.event)
+        elif isinstance(step.event, SamplesGenerated):
+            self._samples(step)
+
+    def _states(self, step: Step, event: RandomStatesRecorded) -> None:
+        shared = step.plan.data.shared_streams if step.plan else ()
+        group = {owner: number for number, owners in enumerate(shared) for owner in owners}
+        seen: dict[str, str] = {}
+        for owner, state in event.states.items():
+            other = seen.setdefault(state, owner)
+            declared = owner in group and group[owner] == group.get(other)
+            self.expect(
+                other == owner or declared,
+                step.at,
+                expected=f"a random state of its own for {owner}",
+                found=f"{owner} and {other} both {short(state)}",
+                cause="all were seeded alike, or one's state was restored to all",
+                action="Seed and restore by owner; declare streams that are shared on purpose.",
+            )
+
+    def _samples(self, step: Step) -> None:
+        streams = step.rows.get("stream") if step.rows is not None else None
+        if step.rows is None or streams is None:
+            self.missing("generated rows carry no name of their randomness")
+            return
+        twice = []
+        for uid, stream in zip(step.rows["uid"], streams, strict=True):
+            other, at = self._streams.setdefault(stream, (uid, step.at))
+            if other != uid:
+                twice.append((uid, other, at))
+        while len(self._streams) > 64 * WINDOW:
+            self._streams.popitem(last=False)
+        self.passed(len(streams))
+        if twice:
+            uid, other, at = twice[0]
+            self.flag(
+                step.at,
+                expected=f"{uid} drawn with randomness of its own",
+                found=f"the same as {other} ({len(twice)} samples)",
+                cause="engines share a seed, or requests are seeded by batch and not by uid",
+                action="Key the randomness by job seed, uid, turn and token.",
+                others=(at,),
+            )
+
+
+class RandomLineage(Invariant):
+    """I9b: a stream's state before a unit of work is the one that the last unit left.
+
+    After a restore it is the bundle's; an owner that is new (after a resize) begins anew. A life
+    without a bundle begins with the states that the plan declares, where it declares them.
+    """
+
+    id = "I9b"
+    title = "random states continue at first use"
+    needs = "RandomStatesRecorded before and after what draws; parts rng:OWNER of bundles"
+
+    def begin(self) -> None:
+        self._known: dict[str, tuple[str, int]] = {}
+        self._first: dict[str, tuple[str, int]] = {}
+
+    def feed(self, step: Step) -> None:
+        event = step.event
+        if isinstance(event, AttemptStarted):
+            # The streams of a life begin as its bundle holds them, or as those of the first life.
+            mark = step.track.marks.get(event.bundle) if event.bundle else None
+            self._known = {} if mark is not None else dict(self._first)
+            if event.bundle is None and step.plan is not None:
+                declared = step.plan.data.first_streams
+                self._known |= {owner: (state, step.at) for owner, state in declared.items()}
+            if mark is not None:
+                self._from_parts(mark.saved.parts, mark.position)
+        elif isinstance(event, CheckpointRestored):
+            mark = step.track.marks.get(event.bundle)
+            if mark is not None and event.kind == "resume":
+                self._from_parts(mark.saved.parts, mark.position)
+        elif isinstance(event, RandomStatesRecorded):
+            self._recorded(step, event)
+
+    def _from_parts(self, parts: dict[str, str], at: int) -> None:
+        for name, value in parts.items():
+            if name.startswith(RNG):
+                self._known[name[len(RNG) :]] = (value, at)
+
+    def _recorded(self, step: Step, event: RandomStatesRecorded) -> None:
+        from shiftbook.checkpoint.compare import root
+
+        if event.moment == "resized":
+            self._known.clear()
+        wrong = []
+        for owner, state in event.states.items():
+            known = self._known.get(owner)
+            if known is not None and event.moment in ("start", "before"):
+                self.passed()
+                # In a bundle the state stands as the root of a part with one value.
+                if known[0] not in (state, root({"state": state})):
+                    wrong.append((owner, known, state))
+            self._first.setdefault(owner, (state, step.at))
+            self._known[owner] = (state, step.at)
+        if wrong:
+            owner, known, state = wrong[0]
+            self.flag(
+                step.at,
+                expected=f"stream {owner} at {short(known[0])}, as it was left",
+                found=f"{short(state)} (differing: {listed(name for name, _, _ in wrong)})",
+                cause="reseeded by a late initialisation, not restored, or drawn from elsewhere",
+                action="Restore generators last; give logging and evaluation their own streams.",
+                others=(known[1],),
+            )

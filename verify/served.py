@@ -1,0 +1,183 @@
+"""Reads the rows of a ledger in a server as they are stored, in short reads that block nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from types import TracebackType
+from typing import Any
+
+from sqlalchemy import ColumnElement, Table, bindparam, func, or_, select
+
+from shiftbook.ledger.dialect import Connection, open_dialect
+from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
+from shiftbook.ledger.tables import (
+    EVENTS,
+    HEADS,
+    META,
+    NODES,
+    STORAGE_SCHEMA,
+    Statement,
+    Statements,
+    one,
+)
+from shiftbook.verify.errors import UnreadableStore
+from shiftbook.verify.scan_block import COLUMNS, Block, Page
+from shiftbook.verify.stored import READ_ROWS, DamagedPages, RawEvents, RawRow, one_line
+
+SERVED = "postgresql"
+"""How the URL of a ledger in a server begins."""
+
+READ_LIMIT_S = 600.0
+"""Longest wait for one answer: finding keys that are split looks at every keyed event."""
+
+
+def open_raw(url: str) -> RawEvents | ServedEvents:
+    """Open the table of events of a ledger; raise UnreadableStore where there is none."""
+    return ServedEvents(url) if url.startswith(SERVED) else RawEvents(url)
+
+
+class ServedEvents:
+    """The table of events of a ledger in a server, opened for reading only.
+
+    Raises UnreadableStore where there is no ledger; what is wrong inside the table shows as rows
+    that do not fit, or as DamagedPages.
+    """
+
+    path = None
+    """It has no file: evidence lies where ``evidence`` says."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._dialect = open_dialect(url, lock_timeout_s=READ_LIMIT_S)
+            self.evidence = self._dialect.beside(".evidence")
+            self._connection: Connection = self._dialect.reader()
+        except LedgerError as error:
+            raise UnreadableStore(one_line(error)) from error
+        try:
+            self._refuse_others()
+        except self._dialect.errors as error:
+            self._connection.close()
+            raise UnreadableStore(one_line(self._dialect.explain(error))) from error
+        except BaseException:
+            self._connection.close()
+            raise
+        events = EVENTS.c
+        columns = [events[name] for name in (*COLUMNS, "data", "leaf")]
+        self._page = Statement(
+            self._dialect,
+            select(*columns)
+            .where(events.position > bindparam("after"), events.position <= bindparam("until"))
+            .order_by(events.position)
+            .limit(bindparam("count")),
+        )
+        first, last = func.min(events.position), func.max(events.position)
+        self._split = Statement(
+            self._dialect,
+            select(events.job, events.key, first, last, func.count())
+            .where(events.key.is_not(None))
+            .group_by(events.job, events.key)
+            .having(last - first + 1 != func.count()),
+        )
+
+    def _refuse_others(self) -> None:
+        where = self._dialect.url
+        names = self._dialect.columns(self._connection, EVENTS.name)
+        lacking = sorted({*COLUMNS, "data", "leaf"} - names)
+        if lacking:
+            what = f"a table without {', '.join(lacking[:3])}" if names else "no table of events"
+            raise UnreadableStore(f"expected a ledger at {where}, found {what}; check the URL")
+        if not self._dialect.is_ledger(self._connection):
+            raise UnreadableStore(
+                f"expected a ledger at {where}, found a table of events without a ledger's mark: "
+                "another program made it, or it was edited; check the URL"
+            )
+        row = one(self._connection, Statements(self._dialect).schema)
+        found = str(row[0]) if row else ""
+        if found.isdecimal() and int(found[:9]) > STORAGE_SCHEMA:
+            raise UnreadableStore(
+                f"expected storage schema {STORAGE_SCHEMA} or older in {where}, found {found}; "
+                "verify it with a newer Shiftbook"
+            )
+
+    def __enter__(self) -> ServedEvents:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connection.close()
+
+    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+        """None: one process reads the server's answers as fast as they come."""
+        yield from ()
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
+        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        while page := self._ask(self._page, after=after, until=limit, count=READ_ROWS):
+            yield page
+            if len(page) < READ_ROWS:
+                return
+            after = page[-1][0]
+
+    def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
+        """Rows with ``after < position <= until`` in order; raises DamagedPages."""
+        for page in self.pages(after, until):
+            for values in page:
+                columns = dict(zip(COLUMNS, values, strict=False))
+                yield RawRow(columns["position"], columns, bytes(values[-2]), bytes(values[-1]))
+
+    def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
+        """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none."""
+        position = EVENTS.c.position
+        below = or_(position.is_(None), position <= bindparam("last"))
+        count = Statement(self._dialect, select(func.count()).where(below))
+        ((found,),) = self._ask(count, last=last)
+        if found == seen:
+            return None
+        twice = Statement(
+            self._dialect,
+            select(position)
+            .where(below)
+            .group_by(position)
+            .having(or_(func.count() > 1, position.is_(None), position < 0))
+            .limit(1),
+        )
+        rows = self._ask(twice, last=last)
+        return found - seen, rows[0][0] if rows else None
+
+    def meta(self) -> list[tuple[Any, Any]]:
+        """(name, value) of what the store says about itself; raises DamagedPages."""
+        return self._all(META, META.c.name, META.c.value)
+
+    def heads(self) -> list[tuple[Any, Any]]:
+        """(size, note) of the table of heads, smallest first, none where there is no such table."""
+        rows = self._all(HEADS, HEADS.c.size, HEADS.c.note)
+        return sorted((size, bytes(note)) for size, note in rows)
+
+    def nodes(self) -> Iterator[tuple[Any, Any, Any]]:
+        """(level, number, hash) of the table of nodes in order; raises DamagedPages."""
+        rows = self._all(NODES, NODES.c.level, NODES.c.number, NODES.c.hash)
+        yield from sorted((level, number, bytes(value)) for level, number, value in rows)
+
+    def _all(self, table: Table, *columns: ColumnElement[Any]) -> list[tuple[Any, ...]]:
+        if not self._dialect.columns(self._connection, table.name):
+            return []
+        return [tuple(row) for row in self._ask(Statement(self._dialect, select(*columns)))]
+
+    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """(job, key, first, last, count) of keys whose events are no single batch."""
+        yield from self._ask(self._split)
+
+    def _ask(self, statement: Statement, **values: Any) -> list[Any]:
+        try:
+            found = self._connection.execute(statement.text, statement.bind(**values))
+            return list(found.fetchall())
+        except self._dialect.errors as error:
+            explained = self._dialect.explain(error)
+            if isinstance(explained, LedgerUnreachable):
+                raise UnreadableStore(one_line(explained)) from error
+            raise DamagedPages(values.get("after", -1), one_line(error)) from error

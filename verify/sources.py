@@ -1,0 +1,94 @@
+"""What the judge reads events from: a ledger, or an archive of one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from shiftbook.ledger.archive_format import is_archive
+from shiftbook.ledger.dialect import public_url
+from shiftbook.verify.evidence import EvidenceFolder
+from shiftbook.verify.scan_block import Block, Page
+from shiftbook.verify.served import open_raw
+from shiftbook.verify.stored import RawRow
+
+SQLITE = "sqlite:///"
+
+
+class EventSource(Protocol):
+    """Rows as they are stored, and the evidence that they bind."""
+
+    @property
+    def path(self) -> Path | None:
+        """File of the ledger, where segments lie beside it."""
+
+    def __enter__(self) -> EventSource: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
+        """Rows with ``after < position <= until`` in order; raises DamagedPages."""
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """The same rows, unread, a page at a time where that is faster, else nothing; raises
+        DamagedPages."""
+
+    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+        """Stretches from 0 on that were found sound by several processes, in order, where that is
+        faster; ends before the first that is not. ``sizes`` are those of heads."""
+
+    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """(job, key, first, last, count) of keys whose events are no single batch."""
+
+    def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
+        """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none."""
+
+    def meta(self) -> list[tuple[Any, Any]]:
+        """(name, value) of what the store says about itself; raises DamagedPages."""
+
+    def heads(self) -> list[tuple[Any, Any]]:
+        """(size, note) of the signed heads in their order; raises DamagedPages."""
+
+    def nodes(self) -> Iterator[tuple[Any, Any, Any]] | None:
+        """(level, number, hash) of the stored nodes in order, None where none are stored; raises
+        DamagedPages."""
+
+
+def archive_path(url: str) -> Path | None:
+    """The file, where a URL or path names an archive; None where it names anything else."""
+    path = Path(url.removeprefix(SQLITE))
+    return path if ("://" not in url or url.startswith(SQLITE)) and is_archive(path) else None
+
+
+def shown(url: str) -> str:
+    """A ledger's URL without credentials, or the path of an archive."""
+    path = archive_path(url)
+    return public_url(url) if path is None else str(path)
+
+
+def open_events(url: str) -> EventSource:
+    """Open a ledger or an archive for reading; raise UnreadableStore where it is neither."""
+    path = archive_path(url)
+    if path is None:
+        return open_raw(url)
+    from shiftbook.verify.archived import ArchivedEvents  # pyarrow: only where it is needed
+
+    return ArchivedEvents(path)
+
+
+def first_position(source: EventSource) -> int:
+    """Position at which a source begins: 0 but for an archive of a range."""
+    return int(getattr(source, "first", 0))
+
+
+def evidence_of(source: EventSource, evidence: str | None) -> EvidenceFolder:
+    """Where the rows of a source lie: inside an archive, else where ``evidence`` says or beside."""
+    within = getattr(source, "archive", None)
+    return EvidenceFolder(within or evidence or source)
