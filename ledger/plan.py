@@ -63,6 +63,9 @@ class UpdatePlan(_Part):
     dealing: Literal["blocks", "any"] = Field(
         default="any", description="groups to virtual ranks: blocks in order of uid, or freely"
     )
+    reduction: Literal["tree", "unordered"] = Field(
+        default="tree", description="of gradients: one fixed tree, or as they come, within rounding"
+    )
     epochs_per_batch: int = Field(default=1, ge=1)
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")
     clip_range: float | None = Field(default=None, description="of the importance ratio")
@@ -113,6 +116,7 @@ class TrainingView(_Part):
     engine: str
     engine_dtype: str
     batch_composition: str
+    reduction: str = "tree"
 
     def differences(self, other: TrainingView) -> dict[str, tuple[object, object]]:
         """Fields in which another view differs: ``{field: (here, there)}``."""
@@ -146,6 +150,7 @@ class Plan(_Part):
             engine=self.sampling.engine,
             engine_dtype=self.sampling.engine_dtype,
             batch_composition=self.sampling.batch_composition,
+            reduction=self.update.reduction,
         )
 
     def save(self, path: Path) -> None:
