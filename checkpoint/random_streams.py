@@ -63,7 +63,22 @@ def seed_generator(generator: Generator, key: int) -> None:
         fresh = type(generator.bit_generator)(key)
         generator.bit_generator.state = fresh.state
     else:
-        generator.manual_seed(key >> 1)  # torch takes seeds below 2⁶³ on every device
+        generator.manual_seed(key >> 1)  # torch takes seeds below 2⁶³
+        if generator.device.type == "cpu":
+            _fill(generator, key)
+
+
+_WORDS_AT, _WORDS = 24, 624
+"""Where torch's CPU state has the words of its Mersenne twister, eight bytes each."""
+
+
+def _fill(generator: torch.Generator, key: int) -> None:
+    """Let all 64 bits of a key count: torch's CPU generator seeds itself from the lowest 32."""
+    state = generator.get_state()
+    words = np.random.RandomState([key >> 32, key & 0xFFFF_FFFF]).get_state()[1]
+    wide = torch.from_numpy(np.asarray(words).astype("<u8").view(np.uint8))
+    state[_WORDS_AT : _WORDS_AT + 8 * _WORDS] = wide
+    generator.set_state(state)
 
 
 def get_state(generator: Generator) -> bytes:
