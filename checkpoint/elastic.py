@@ -179,6 +179,7 @@ class VirtualRanks:
         Raises VirtualRankError for a group that is in already or belongs elsewhere, before
         anything is computed, and for a forward that changes the model's buffers.
         """
+        self._active()
         self.accumulator.expects(group)
         flat, loss = self.gradient(group, batch)
         self.accumulator.add(group, flat, loss.weight, loss.stats, uids)

@@ -51,6 +51,13 @@ def move(
     agree(everyone, settings(trainer))
     standing = _standing(trainer, everyone, rank)
     source = standing.index(max(standing))
+    training = [updates for updates in standing if updates >= 0]
+    if not training or min(training) != max(training):
+        raise VirtualRankError(
+            f"expected processes that stand at one update, found updates {standing} by number "
+            "(-1: without state); begin with `at(Place())` on one process, and resize at the same "
+            "update everywhere"
+        )
     if any(updates != standing[source] for updates in standing[:world]):
         # Someone who will train has no state, or an old one.
         _spread_state(trainer, everyone, rank, source, stale=trainer.place is None)

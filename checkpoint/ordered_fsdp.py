@@ -103,7 +103,7 @@ class ShardedRanks:
         self.seed, self.clip_norm, self.updates = seed, clip_norm, updates
         self.parameters: dict[str, DTensor] = {}
         for name, parameter in model.named_parameters():
-            if not _is_sharded(parameter):
+            if not isinstance(parameter, DTensor) or not _is_sharded(parameter):
                 raise VirtualRankError(
                     f"{name}: expected a float32 DTensor sharded over rows on one mesh axis, found "
                     f"{type(parameter).__name__} of {parameter.dtype}; call fully_shard on the "
@@ -254,9 +254,5 @@ def _shard(tensor: Tensor, like: DTensor) -> DTensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _is_sharded(parameter: Tensor) -> bool:
-    return (
-        isinstance(parameter, DTensor)
-        and parameter.dtype == torch.float32
-        and tuple(parameter.placements) == (Shard(0),)
-    )
+def _is_sharded(parameter: DTensor) -> bool:
+    return parameter.dtype == torch.float32 and tuple(parameter.placements) == (Shard(0),)

@@ -75,7 +75,8 @@ _WORDS_AT, _WORDS = 24, 624
 def _fill(generator: torch.Generator, key: int) -> None:
     """Let all 64 bits of a key count: torch's CPU generator seeds itself from the lowest 32."""
     state = generator.get_state()
-    words = np.random.RandomState([key >> 32, key & 0xFFFF_FFFF]).get_state()[1]
+    twister = np.random.RandomState([key >> 32, key & 0xFFFF_FFFF]).get_state(legacy=False)
+    words = twister["state"]["key"]
     wide = torch.from_numpy(np.asarray(words).astype("<u8").view(np.uint8))
     state[_WORDS_AT : _WORDS_AT + 8 * _WORDS] = wide
     generator.set_state(state)

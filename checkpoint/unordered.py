@@ -85,7 +85,7 @@ class UnorderedAccumulator:
                 f"expected {mine.flat.numel()} gradient elements and statistics "
                 f"{sorted(mine.stats)}, found {more.flat.numel()} and {sorted(more.stats)}"
             )
-        mine.flat.add_(more.flat)
+        mine.flat = mine.flat.to(more.flat.device).add_(more.flat)
         mine.tokens += more.tokens
         for name, value in more.stats.items():
             mine.stats[name] += value

@@ -36,7 +36,7 @@ def run(command: dict[str, Any], rank: int, store: dist.Store) -> None:
         if rank < world:
             prefix = dist.PrefixStore(f"{command['name']}/{number}", store)
             dist.init_process_group(
-                "gloo", store=prefix, rank=rank, world_size=world, timeout=timedelta(seconds=20)
+                "gloo", store=prefix, rank=rank, world_size=world, timeout=timedelta(seconds=240)
             )
             train = ordered if command["ordered"] else plain
             held = train(setup, rank, world, updates, held)
@@ -53,7 +53,7 @@ def barrier(store: dist.Store, name: str) -> None:
     """Wait until all four processes are here."""
     if store.add(name, 1) == 4:
         store.set(f"{name}/all", "1")
-    store.wait([f"{name}/all"], timedelta(seconds=30))
+    store.wait([f"{name}/all"], timedelta(seconds=240))
 
 
 def ordered(

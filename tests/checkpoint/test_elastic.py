@@ -14,7 +14,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shiftbook.checkpoint.elastic import GroupLoss, Place, VirtualRanks, fp32_masters
+from shiftbook.checkpoint.elastic_move import agree
+from shiftbook.checkpoint.elastic_move import settings as what_must_agree
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.checkpoint.reduction_tree import RankSum
 from shiftbook.checkpoint.virtual_ranks import VirtualRankError
@@ -241,19 +245,13 @@ def test_a_move_that_fails_leaves_everything_in_place() -> None:
     assert trainer.accumulator.groups_in == held
 
 
-def test_processes_that_differ_are_refused_by_name(trainers: Trainers) -> None:
+def test_processes_that_differ_are_refused_by_name() -> None:
     """`agree` is called with what two processes would say; here both sides are this process."""
-    from shiftbook.checkpoint.elastic_move import agree, settings
-
-    mine = settings(make(Setup()))
+    mine = what_must_agree(make(Setup()))
     pair = [dist.HashStore()]
-    import threading
-
     found: list[str] = []
 
     def other(rank: int, said: dict[str, Any]) -> None:
-        from datetime import timedelta
-
         group = dist.ProcessGroupGloo(pair[0], rank, 2, timedelta(seconds=20))
         try:
             agree(group, said)
@@ -327,6 +325,36 @@ def test_groups_and_gradients_that_do_not_fit_change_nothing() -> None:
     assert trainer.updates == 0
 
 
+def test_a_process_without_a_part_in_the_training_adds_nothing() -> None:
+    idle = make(Setup()).at(None)
+    assert idle.missing() == []
+    with pytest.raises(VirtualRankError, match="left out"):
+        idle.add(0, batch_of(0, 0))
+    with pytest.raises(VirtualRankError, match="left out"):
+        idle.update()
+    with pytest.raises(VirtualRankError, match="stand at one update"):
+        idle.resize(dist.HashStore(), "first", rank=0, world=1, processes=1)
+    with pytest.raises(VirtualRankError, match="take part in a resize"):
+        idle.resize(dist.HashStore(), "second", rank=0, world=2, processes=1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_arrival_order_changes_no_bit_on_a_gpu() -> None:
+    torch.use_deterministic_algorithms(True)
+    found = []
+    for order in (range(GROUPS), reversed(range(GROUPS))):
+        trainer = make(Setup(dropout=0.3, clip_norm=0.5))
+        model = trainer.model.cuda()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        trainer = VirtualRanks(model, optimizer, trainer.loss, groups=GROUPS, clip_norm=0.5)
+        for group in order:
+            trainer.add(group, tuple(t.cuda() for t in batch_of(0, group)))
+        trainer.update()
+        found.append(prints(trainer.parts()))
+    torch.use_deterministic_algorithms(False)
+    assert found[0] == found[1]
+
+
 def test_state_of_another_model_is_refused_and_changes_nothing() -> None:
     trainer = make(Setup())
     take_part(trainer, 1, 0.0, 0)
@@ -358,3 +386,9 @@ def test_the_plan_gives_every_setting() -> None:
     trainer = VirtualRanks.declared(model, optimizer, simple, declared)
     assert (trainer.plan.virtual_ranks, trainer.plan.groups_per_iteration) == (2, 6)
     assert (trainer.seed, trainer.clip_norm, trainer.reduction) == (77, 0.25, "tree")
+    fast = declared.model_copy(
+        update={"update": update.model_copy(update={"reduction": "unordered"})}
+    )
+    assert VirtualRanks.declared(model, optimizer, simple, fast).reduction == "unordered"
+    changed = declared.view().differences(fast.view())
+    assert changed == {"reduction": ("tree", "unordered")}
