@@ -33,6 +33,8 @@ class TreeReduceScatter(ReduceScatter):
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.kept: list[Tensor] = []
+        self.calls = 0
+        """Reductions since the last update."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -67,6 +69,7 @@ class TreeReduceScatter(ReduceScatter):
 
     def _block(self, gradient: Tensor) -> Tensor | None:
         """The sum over this process's virtual ranks once it is complete."""
+        self.calls += 1
         self.kept.append(gradient.clone())
         if len(self.kept) < self.slots:
             return None
@@ -131,6 +134,8 @@ class ShardedRanks:
         self._left = list(self._due)
         self._weight = 0
         self._stats: list[dict[str, float]] = []
+        for comm in self._comms:
+            comm.calls = 0
         self.optimizer.zero_grad(set_to_none=True)
 
     def missing(self) -> list[int]:
@@ -159,10 +164,14 @@ class ShardedRanks:
 
     def update(self, learning_rate: float | None = None) -> UpdateReport:
         """Divide, clip and step. Collective. The report's statistics are this process's own."""
-        if self._left or any(comm.kept for comm in self._comms):
+        if self._left:
+            raise VirtualRankError(f"expected every group to be in, still missing {self._left}")
+        if any(comm.calls != comm.slots for comm in self._comms):
             raise VirtualRankError(
-                f"expected every group and every sharded module's gradient, missing {self._left}; "
-                "a module that takes no part in some groups cannot be reduced in the tree"
+                f"expected {len(self.block)} reductions of each sharded module, one for each "
+                f"virtual rank, found {sorted({comm.calls for comm in self._comms})}; a module "
+                "that a forward uses more than once, or not in every group, is to be sharded with "
+                "the module around it and not by itself"
             )
         weight = torch.tensor([self._weight])
         dist.all_reduce(weight, group=self.group)

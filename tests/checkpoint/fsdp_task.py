@@ -12,17 +12,17 @@ from torch.distributed.fsdp import fully_shard
 
 from shiftbook.checkpoint.ordered_fsdp import ShardedRanks, whole
 from shiftbook.checkpoint.random_streams import keyed_streams
-from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
+from shiftbook.checkpoint.virtual_ranks import VirtualRankError, VirtualRankPlan
 from tests.checkpoint.elastic_rank import GROUPS, Net, Setup, batch_of, loss
 
 
-def sharded(setup: Setup, world: int) -> Net:
-    """The model, each layer and the whole of it sharded over a mesh of CPUs."""
+def sharded(setup: Setup, world: int, layers: list[str]) -> Net:
+    """The model, some layers and the whole of it sharded over a mesh of CPUs."""
     torch.manual_seed(11)
     model = Net(setup.dropout)
     mesh = init_device_mesh("cpu", (world,))
-    for layer in (model.first, model.middle):
-        fully_shard(layer, mesh=mesh)
+    for layer in layers:
+        fully_shard(model.get_submodule(layer), mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
 
@@ -31,6 +31,7 @@ def run(command: dict[str, Any], rank: int, store: dist.Store) -> None:
     """Go through the worlds of the schedule, ordered by the tree or as FSDP2 does it."""
     setup = Setup(**command["setup"])
     held: dict[str, Any] = {}
+    layers = command.get("layers", ["first", "last"])
     for number, (world, updates) in enumerate(command["schedule"]):
         place = f"{command['out']}-state-{number}.pt"
         if rank < world:
@@ -39,7 +40,10 @@ def run(command: dict[str, Any], rank: int, store: dist.Store) -> None:
                 "gloo", store=prefix, rank=rank, world_size=world, timeout=timedelta(seconds=240)
             )
             train = ordered if command["ordered"] else plain
-            held = train(setup, rank, world, updates, held)
+            try:
+                held = train(setup, rank, world, updates, held, layers)
+            except VirtualRankError as error:
+                held = {"refused": str(error)}
             dist.destroy_process_group()
             if rank == 0:
                 torch.save(held, place)
@@ -57,10 +61,10 @@ def barrier(store: dist.Store, name: str) -> None:
 
 
 def ordered(
-    setup: Setup, rank: int, world: int, updates: int, held: dict[str, Any]
+    setup: Setup, rank: int, world: int, updates: int, held: dict[str, Any], layers: list[str]
 ) -> dict[str, Any]:
     """Updates by ``ShardedRanks``; the whole state afterwards."""
-    model = sharded(setup, world)
+    model = sharded(setup, world, layers)
     trainer = ShardedRanks(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
@@ -79,10 +83,10 @@ def ordered(
 
 
 def plain(
-    setup: Setup, rank: int, world: int, updates: int, held: dict[str, Any]
+    setup: Setup, rank: int, world: int, updates: int, held: dict[str, Any], layers: list[str]
 ) -> dict[str, Any]:
     """Updates as anyone writes them with FSDP2: gradients are averaged by the library."""
-    model = sharded(setup, world)
+    model = sharded(setup, world, layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = VirtualRankPlan(setup.virtual_ranks, GROUPS)
     weight = GROUPS * len(batch_of(0, 0)[0])
