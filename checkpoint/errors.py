@@ -18,6 +18,8 @@ ShiftbookError
     │   ├── PartMismatch
     │   └── BundleWriteFailed
     ├── SamplerStateError
+    ├── RandomStreamError
+    │   └── RandomStreamChanged (names the owners)
     ├── LiveSnapshotDamaged
     └── RecorderMisuse
 """
@@ -102,6 +104,18 @@ class BundleWriteFailed(BundleError):
 
 class SamplerStateError(CheckpointError):
     """A sampler state belongs to another rule, seed or data set, or points outside of it."""
+
+
+class RandomStreamError(CheckpointError):
+    """Random states do not fit the generators that they are to be restored to."""
+
+
+class RandomStreamChanged(RandomStreamError):
+    """A generator was reseeded or drawn from between its restore and its first use."""
+
+    def __init__(self, message: str, *, owners: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.owners = owners
 
 
 class LiveSnapshotDamaged(CheckpointError):

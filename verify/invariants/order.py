@@ -128,7 +128,12 @@ class DeclaredOrder(Invariant):
             return
         try:
             draws = expected_draws(
-                data.sampler_rule, data.seed, data.dataset_size, event.start, len(event.indices)
+                data.sampler_rule,
+                data.seed,
+                data.dataset_size,
+                event.start,
+                len(event.indices),
+                data.mixture,
             )
         except SamplerStateError:
             self.missing("this build does not know the declared sampler rule")
