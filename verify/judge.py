@@ -35,6 +35,16 @@ class Bench:
     """True once something of the training record was seen."""
     unknown: dict[str, int] = field(default_factory=dict)
     """Unknown types and how often each stands in the ledger."""
+    _looking: dict[type[Event], list[Invariant]] = field(default_factory=dict)
+
+    def looking_at(self, kind: type[Event]) -> list[Invariant]:
+        """The invariants that look at events of a type."""
+        known = self._looking.get(kind)
+        if known is None:
+            known = self._looking[kind] = [
+                i for i in self.invariants if i.sees is None or issubclass(kind, i.sees)
+            ]
+        return known
 
 
 class Judge:
@@ -110,7 +120,7 @@ class Judge:
         rows = self._rows(stored.type, segment) if isinstance(segment, Segment) else None
         job = self.state.job(stored.job)
         step = Step(self.state, job, bench.track, stored, event, rows, problem)
-        for invariant in bench.invariants:
+        for invariant in bench.looking_at(type(event)):
             invariant.feed(step)
         bench.track.apply(stored, event, job.plan, rows)
 
