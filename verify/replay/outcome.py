@@ -43,6 +43,8 @@ class Outcome:
     notes: tuple[str, ...] = ()
     written: str = ""
     """Golden trace that was written."""
+    other_stack: bool = False
+    """True where a golden trace was made on another stack and the bits here are others."""
 
     @property
     def exit_code(self) -> int:
@@ -228,6 +230,7 @@ def _against_golden(runner: Runner, asked: Asked, golden: Path) -> Outcome:
     if outcome.divergence is not None and expected.stack != found.stack and used is None:
         return replace(
             outcome,
+            other_stack=True,
             could_not=(
                 f"{golden} was made on another stack ({expected.stack}; here {found.stack}), where "
                 "the same program may give other bits; write it again here with --update-golden"
