@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shiftbook.ledger.errors import ShiftbookError
-from shiftbook.verify.replay.protocol import Conditions, ReplayJob
+from shiftbook.verify.replay.protocol import Conditions, ReplayJob, current_component
 from shiftbook.verify.replay.target import load_target, reference, varied
-from shiftbook.verify.replay.trace import run_lines, stack
+from shiftbook.verify.replay.trace import stack, step_lines
 
 REQUEST, TRACE, ERROR, TENSORS = "request.json", "trace.jsonl", "error.json", "tensors"
 _AGAIN = "SHIFTBOOK_REPLAY_ENVIRONMENT"
@@ -37,7 +37,9 @@ def run(folder: Path) -> None:
     if request.get("interventions") or request.get("operations"):
         from shiftbook.checkpoint.operation_trace import Watch
 
-        watch = Watch(request.get("interventions") or (), request.get("operations"))
+        watch = Watch(
+            request.get("interventions") or (), request.get("operations"), current_component
+        )
         watch.before_import()
     job = load_target(request["target"], request.get("config"))
     wanted = {n: v for n, v in job.environment.items() if os.environ.get(n) != v}
@@ -52,9 +54,8 @@ def run(folder: Path) -> None:
     if keep is not None:
         keep.mkdir()
     with (folder / TRACE).open("w", encoding="utf-8") as out:
-        lines = run_lines(job, conditions, keep)
-        if watch is not None:
-            lines = watch.watched(lines)
+        steps = job.run(conditions) if watch is None else watch.watched(job.run(conditions))
+        lines = step_lines(steps, keep)
         body = [json.dumps(line.plain()) for line in lines]
         header = {
             "config": dict(job.config),

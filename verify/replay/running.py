@@ -15,7 +15,7 @@ from shiftbook.verify import errors
 from shiftbook.verify.errors import ReplayError, ReplayFailed
 from shiftbook.verify.replay.child import ERROR, REQUEST, TENSORS, TRACE
 from shiftbook.verify.replay.protocol import Conditions, ReplayJob
-from shiftbook.verify.replay.trace import Line, Trace, run_lines, stack
+from shiftbook.verify.replay.trace import Line, Trace, stack, step_lines
 
 LIMIT_S = 900.0
 """How long one run may take; a small job takes seconds."""
@@ -142,5 +142,5 @@ def run_here(
     tensors = folder / TENSORS
     if keep:
         tensors.mkdir(parents=True)
-    lines = tuple(run_lines(job, conditions, tensors if keep else None))
+    lines = tuple(step_lines(job.run(conditions), tensors if keep else None))
     return Trace(target, dict(job.config), job.equality, conditions, stack(), lines)

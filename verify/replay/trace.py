@@ -19,7 +19,6 @@ from shiftbook.verify.replay.protocol import (
     Numbers,
     Observation,
     RandomState,
-    ReplayJob,
     Samples,
     Step,
     Tensors,
@@ -116,10 +115,10 @@ def label(text: str) -> str:
     return quote(text, safe="/.:-_+[](){}@=,~!$&'*;#<>|") or "-"
 
 
-def run_lines(job: ReplayJob, conditions: Conditions, keep: Path | None) -> Iterator[Line]:
-    """Run the job and give a line for each observation; tensors' bits go to the folder ``keep``."""
+def step_lines(steps: Iterator[Step], keep: Path | None) -> Iterator[Line]:
+    """A line for each observation of a run; tensors' bits go to the folder ``keep``."""
     seen = 0
-    for step in job.run(conditions):
+    for step in steps:
         if not isinstance(step, Step):
             raise ReplayFailed(
                 f"expected the job to yield Step, found {type(step).__name__}; yield "
