@@ -58,7 +58,7 @@ class Operations(_Mode):  # type: ignore[misc]
         self._write(
             {
                 "kind": "operation",
-                "name": f"aten::{func}".removeprefix("aten::aten."),
+                "name": str(func).replace(".", "::", 1),
                 "inputs": inputs,
                 "outputs": [_digest(one) for one in _tensors(output)] or [repr(output)[:80]],
                 "form": [f"{_dtype(one)}{list(one.shape)}" for one in _tensors(output)],

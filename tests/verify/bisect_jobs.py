@@ -54,7 +54,7 @@ def _entropy(conditions: Conditions, number: int) -> float:
 
 def _arrival(conditions: Conditions, number: int) -> float:
     """Sums in the order of arrival; how long each worker takes stands for the load of a machine."""
-    spins = [byte * 300 for byte in os.urandom(12)]
+    spins = [(os.getpid() * 2654435761 >> index) % 256 * 300 for index in range(12)]
 
     def part(index: int) -> float:
         sum(range(spins[index]))
@@ -94,9 +94,9 @@ class Tower(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(1)
-        self.up = torch.nn.Linear(8, 8, bias=False)
+        self.up = torch.nn.utils.skip_init(torch.nn.Linear, 8, 8, bias=False)
         self.noise = torch.nn.Dropout(0.5)
-        self.down = torch.nn.Linear(8, 1, bias=False)
+        self.down = torch.nn.utils.skip_init(torch.nn.Linear, 8, 1, bias=False)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))

@@ -160,14 +160,21 @@ class _Search:
 
     def _cure(self, hints: Sequence[str]) -> tuple[str, ...]:
         """The least set of interventions that makes runs agree; empty where none does."""
-        order = list(dict.fromkeys([*hints, *CAUSES]))
-        for name in order:
-            if self._agree((name,)):
-                return (name,)
-        if not self._agree(order):
-            return ()
-        needed = order
-        for name in reversed(order):
+        others = [name for name in CAUSES if name not in hints]
+        needed: list[str] = []
+        for likely in (list(hints), [*hints, *others]):
+            for name in likely:
+                if name not in needed and self._agree((name,)):
+                    return (name,)
+            if len(likely) > 1 and self._agree(likely):
+                return self._least(likely)
+            needed = likely  # each of these alone has been tried
+        return ()
+
+    def _least(self, causes: Sequence[str]) -> tuple[str, ...]:
+        """A set of interventions without those that are not needed."""
+        needed = list(causes)
+        for name in reversed(causes):
             less = [one for one in needed if one != name]
             if less and self._agree(less):
                 needed = less
