@@ -22,14 +22,16 @@ class Desk:
     """Where the workers of a job get work and bring answers; used from many threads.
 
     ``generated`` is called when the last episode of an iteration has ended, ``first_use`` when a
-    worker says what its state was at its first unit of work. In phases (``phases``) a component
-    gets its groups when the one before it has done them all.
+    worker says what its state was at its first unit of work. An engine decodes ``lanes`` turns side
+    by side. In phases (``phases``) a component gets its groups when the one before it has done
+    them all.
     """
 
     def __init__(
         self,
         ranks: VirtualRankPlan,
         *,
+        lanes: int,
         phases: bool,
         generated: Callable[[Iteration], None],
         first_use: Callable[[str, Worker, dict[str, Any]], None],
@@ -38,7 +40,7 @@ class Desk:
         self._generated, self._first_use = generated, first_use
         self.exchange = Exchange(
             [
-                Channel("trainer", "rollout"),
+                Channel("trainer", "rollout", lanes),
                 Channel("rollout", "tool"),
                 Channel("rollout", "inference"),
                 Channel("inference", "trainer"),
@@ -67,7 +69,7 @@ class Desk:
                 left_s = deadline - time.monotonic()
                 if works or left_s <= 0 or self.exchange.is_held(worker[0]):
                     break
-                arrived = arrival.wait(left_s)
+                arrived = arrival.wait(min(left_s, self.exchange.look_again_s(component)))
             if arrived and component == "tool":
                 # Calls come one by one and travel together, but for the last ones.
                 time.sleep(TOOL_LINGER_S[self._outstanding() > MANY])

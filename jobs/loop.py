@@ -82,6 +82,7 @@ class TrainingLoop:
         self._standing = Standing(Path(self.config.base_policy))
         self._desk = Desk(
             self._ranks,
+            lanes=self.config.lanes,
             phases=self.config.schedule == "timeshared",
             generated=self._generated,
             first_use=self._first_use,

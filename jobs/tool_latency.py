@@ -15,7 +15,7 @@ from shiftbook.jobs.keyed_rng import hash64, parse_uid, uniform_at
 MEDIAN_S = 0.3
 SIGMA = 2.85
 TIMEOUT_S = 120.0
-LATENCY_SCALE = 0.0025
+LATENCY_SCALE = 0.005
 _LATENCY_STREAM = 0x7001
 
 
