@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 from shiftbook.checkpoint.errors import CheckpointError
 from shiftbook.verify.replay.trace import Line, Trace
 
-MARGIN = 8.0
-"""How many times the noise between two runs of one seed counts as noise."""
+MARGIN = 16.0
+"""How many times the greatest noise between the runs of a calibration counts as noise."""
+CALIBRATION_RUNS = 3
+"""Runs of one seed that a tolerance is measured over. With uniform noise in two values the next run
+lies beyond MARGIN times the greatest difference with probability 9 / 16**4 at most, that is 1.4e-4;
+two runs and a margin of 8 would give 6e-2."""
 LISTED = 5
 """Other differences of the same step that are named."""
 
@@ -262,13 +267,19 @@ def _elements(line: Line, other: Line) -> dict[str, Any]:
     }
 
 
-def calibrated(one: Trace, two: Trace) -> Tolerance:
-    """The tolerance that two runs under the same conditions and seed show: MARGIN times the
-    greatest relative difference of each group over all steps. A digest of a sample or of a random
-    stream that varied at all is free for its component."""
-    theirs = {line.key: line for line in two.lines}
+def calibrated(traces: Sequence[Trace]) -> Tolerance:
+    """The tolerance that runs under the same conditions and seed show: MARGIN times the greatest
+    relative difference of each group over all steps and pairs of runs. A digest of a sample or of
+    a random stream that varied at all is free for its component."""
     noise: dict[str, float] = {}
     free: set[str] = set()
+    for one, two in combinations(traces, 2):
+        _measure(one, two, noise, free)
+    return Tolerance(noise, frozenset(free))
+
+
+def _measure(one: Trace, two: Trace, noise: dict[str, float], free: set[str]) -> None:
+    theirs = {line.key: line for line in two.lines}
     for line in one.lines:
         other = theirs.get(line.key)
         if other is None or other.fields == line.fields:
@@ -282,7 +293,6 @@ def calibrated(one: Trace, two: Trace) -> Tolerance:
                 free.add(group(line, name))
             else:
                 noise[group(line)] = max(noise.get(group(line), 0.0), MARGIN * apart)
-    return Tolerance(noise, frozenset(free))
 
 
 def _noise(line: Line, other: Line, name: str) -> float | None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from shiftbook.verify.errors import GoldenInvalid, ReplayError, TargetNotFound
 from shiftbook.verify.replay.compare import (
+    CALIBRATION_RUNS,
     MARGIN,
     Divergence,
     Tolerance,
@@ -177,13 +178,14 @@ def _against_reference(runner: Runner, asked: Asked) -> Outcome:
 def _calibration(
     runner: Runner, asked: Asked, first: Trace
 ) -> tuple[Tolerance | None, tuple[str, ...]]:
-    """The noise between two runs of one seed, where the job asks for that."""
+    """The noise between runs of one seed, where the job asks for that."""
     if first.equality == "bits":
         return None, ()
-    tolerance = calibrated(first, runner.run(asked.reference))
+    more = [runner.run(asked.reference) for _ in range(CALIBRATION_RUNS - 1)]
+    tolerance = calibrated([first, *more])
     note = (
-        f"tolerances: {MARGIN:g} times the greatest relative difference between two runs of one "
-        "seed; what was the same in both must be the same"
+        f"tolerances: {MARGIN:g} times the greatest relative difference between "
+        f"{CALIBRATION_RUNS} runs of one seed; what was the same in all must be the same"
     )
     return tolerance, (note,)
 
