@@ -48,6 +48,7 @@ class Desk:
         )
         self._arrivals = {target: threading.Condition() for target in self.exchange.by_target}
         self.iteration: Iteration | None = None
+        self._begun = threading.Condition()
         self.changed = threading.Event()
         """Set when the present iteration's last group is in the update."""
         self.figures: dict[str, dict[str, Any]] = {}
@@ -122,10 +123,21 @@ class Desk:
     def begin(self, iteration: Iteration) -> None:
         """Make an iteration the present one, and put out its first turns."""
         self.changed.clear()
-        self.iteration = iteration
+        with self._begun:
+            self.iteration = iteration
+            self._begun.notify_all()
         for work in iteration.first_turns():
             self._put("rollout", work)
         self.wake()
+
+    def await_next(self, number: int, limit_s: float) -> None:
+        """Wait until the present iteration is another one than ``number``, or for the limit."""
+
+        def another() -> bool:
+            return self.iteration is not None and self.iteration.number != number
+
+        with self._begun:
+            self._begun.wait_for(another, limit_s)
 
     def train_again(self) -> None:
         """The trainer stands at the last bundle: every group of the iteration is due again."""

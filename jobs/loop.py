@@ -118,8 +118,13 @@ class TrainingLoop:
 
     # ---- what the controller and recovery ask --------------------------------------------
 
-    def telemetry(self) -> dict[str, Any]:
-        """Cumulative counts and present progress, for windows and predictions."""
+    def telemetry(self, seen: int = -1, wait_s: float = 0.0) -> dict[str, Any]:
+        """Cumulative counts and present progress, for windows and predictions.
+
+        With ``wait_s``, held open for that long while the present iteration is ``seen``.
+        """
+        if wait_s:
+            self._desk.await_next(seen, wait_s)
         iteration = self._desk.iteration
         traffic = self._desk.traffic()
         progress: dict[str, Any] = {}
