@@ -59,47 +59,58 @@ class Trainer(TrainerWorker):
         super().__init__(spec, config)
         self._fault = fault()
 
+    def _moments(self, name: str) -> list[torch.Tensor]:
+        adam = self._held().adam
+        return [adam.state[master][name] for master in self._held().ranks.masters.values()]
+
     def activate(self) -> None:
         """Use what was prepared, and lose a part of it."""
+        arrives = self._state is None
         super().activate()
-        if self._fault == "optimizer-lost-after-load":
-            for tensor in self._held().adam.exp_avg_sq.values():
+        if self._fault == "optimizer-lost-after-load" and arrives:
+            for tensor in self._moments("exp_avg_sq"):
                 tensor.add_(1e-3)
 
     def _from_snapshots(self, *arguments: Any) -> Any:
         arrives = self._state is None
         state, parts = super()._from_snapshots(*arguments)
         if self._fault == "optimizer-lost-in-reshard" and arrives:
-            for tensor in state.adam.exp_avg_sq.values():
-                tensor.zero_()
+            for master in state.ranks.masters.values():
+                state.adam.state[master]["exp_avg_sq"].zero_()
         return state, parts
 
+    @torch.no_grad()
+    def _changed(self, held: dict[str, torch.Tensor]) -> None:
+        for name, master in self._held().ranks.masters.items():
+            master.add_(master - held[name])
+        self._held().ranks.publish()
+
     def _update(self, learning_rate: float, clip_norm: float, version: int) -> dict[str, Any]:
-        state = self._held()
+        masters = self._held().ranks.masters
         struck = version == AT_VERSION
         if struck and self._fault == "masters-overwritten":
-            for tensor in state.masters.values():
-                tensor.mul_(1.01)
-        held = {name: tensor.clone() for name, tensor in state.masters.items()}
+            with torch.no_grad():
+                for tensor in masters.values():
+                    tensor.mul_(1.01)
+        held = {name: tensor.detach().clone() for name, tensor in masters.items()}
         report = super()._update(learning_rate, clip_norm, version)
         if struck and self._fault == "step-applied-twice":
-            for name, tensor in state.masters.items():
-                tensor.add_(tensor - held[name])
-            state.policy = publish(state.masters)
+            self._changed(held)
         if struck and self._fault == "published-from-other-weights":
             report["weights"] = publish(held)
         return report
 
     def _save(self, root_dir: str, fields: dict[str, Any]) -> dict[str, Any]:
-        state = self._held()
-        if self._fault != "stale-part-in-bundle" or state.version != AT_VERSION:
+        if self._fault != "stale-part-in-bundle" or self._held().version != AT_VERSION:
             return super()._save(root_dir, fields)
-        true = state.adam.exp_avg
-        state.adam.exp_avg = {name: torch.zeros_like(tensor) for name, tensor in true.items()}
-        try:
-            return super()._save(root_dir, fields)
-        finally:
-            state.adam.exp_avg = true
+        moments = self._moments("exp_avg")
+        true = [tensor.clone() for tensor in moments]
+        for tensor in moments:
+            tensor.zero_()
+        saved = super()._save(root_dir, fields)
+        for tensor, value in zip(moments, true, strict=True):
+            tensor.copy_(value)
+        return saved
 
 
 class Loop(TrainingLoop):
