@@ -6,6 +6,7 @@ copy outlives its process: a journal beside it names the parcels that stand in i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
@@ -127,7 +128,8 @@ class Staging:
                     _reserve(opened.fileno(), total, file)
                 return np.frombuffer(mmap.mmap(opened.fileno(), total), dtype=np.uint8)
         except OSError as error:
-            file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                file.unlink()
             raise StagingFailed(
                 f"expected room for {total} bytes at {file}, found {error.strerror}; free some, or "
                 "gather the version in memory or elsewhere",
