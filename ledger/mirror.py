@@ -32,6 +32,7 @@ TABLES = (
     "reallocations",
     "candidates",
     "weight_syncs",
+    "weight_deliveries",
     "iterations",
     "windows",
     "leases",
@@ -41,7 +42,7 @@ TABLES = (
 )
 """Tables that are a contract; each is made by the ``.sql`` file of its name."""
 
-LAYOUT = 2
+LAYOUT = 3
 """Version of the tables; a mirror of another layout is built again from the first event."""
 
 BATCH_EVENTS = 50_000

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -44,6 +44,8 @@ class Report(Message):
     sync_s: float
     again: Count = 0
     resumed: bool = False
+    loaded: bool = False
+    """True when the tensors go into an engine that keeps them in another form."""
 
 
 class Outcome(Message):
@@ -61,6 +63,8 @@ class Outcome(Message):
     moved_bytes: Count = 0
     full_bytes: Count = 0
     sync_s: float = 0.0
+    loaded: bool = False
+    """The fingerprints are of what was handed to the engine, not of what it reads."""
 
 
 @dataclass
@@ -76,13 +80,9 @@ class _Target:
 
 
 class Desk:
-    """Judges the deliveries of one version at a time; any thread may call it.
+    """Judges the deliveries of one version at a time; any thread may call it."""
 
-    `heard` is called with each target's outcome as soon as it is known, once per target.
-    """
-
-    def __init__(self, *, heard: Callable[[Outcome], None] | None = None) -> None:
-        self._heard = heard
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._catalogue: Catalogue | None = None
         self._targets: dict[str, _Target] = {}
@@ -102,19 +102,33 @@ class Desk:
             self._deadline = time.monotonic() + limit_s
             self._changed.notify_all()
 
+    def each(self) -> Iterator[Outcome]:
+        """Each target's outcome as soon as it is known, until all have one or the limit is over;
+        those that have none by then are `lost`, and get no verdict any more."""
+        told: set[str] = set()
+        while True:
+            with self._changed:
+                targets = self._targets
+                new = [
+                    one.outcome
+                    for target, one in sorted(targets.items())
+                    if one.outcome is not None and target not in told
+                ]
+                if not new and len(told) < len(targets):
+                    left_s = self._deadline - time.monotonic()
+                    if left_s <= 0:
+                        self._close_open("it did not end within the time limit")
+                    else:
+                        self._changed.wait(left_s)
+                    continue
+            if not new:
+                return
+            told.update(one.target for one in new)
+            yield from new
+
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Wait until each target has an outcome, at most until the limit; those that have none by
-        then are `lost`, and get no verdict any more."""
-        with self._changed:
-            while any(one.outcome is None for one in self._targets.values()):
-                left_s = self._deadline - time.monotonic()
-                if left_s <= 0:
-                    self._close_open("it did not end within the time limit")
-                    break
-                self._changed.wait(left_s)
-            return tuple(
-                one.outcome for _, one in sorted(self._targets.items()) if one.outcome is not None
-            )
+        """`each`, waited for, by target."""
+        return tuple(sorted(self.each(), key=lambda one: one.target))
 
     def lose(self, target: str, reason: str) -> None:
         """A target's process is known to be dead; nobody waits for it."""
@@ -247,10 +261,9 @@ class Desk:
             moved_bytes=sum(report.moved_bytes for report in one.reports.values()),
             full_bytes=sum(report.full_bytes for report in one.reports.values()),
             sync_s=max((report.sync_s for report in one.reports.values()), default=0.0),
+            loaded=any(report.loaded for report in one.reports.values()),
         )
         self._changed.notify_all()
-        if self._heard is not None:
-            self._heard(one.outcome)
 
     def _close_open(self, reason: str) -> None:
         for target, one in self._targets.items():

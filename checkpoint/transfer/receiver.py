@@ -1,8 +1,8 @@
 """A receiver: one tensor-parallel rank of an engine, which pulls its slices of a version.
 
-It serves nothing before its first verified version, and after that what it last verified: a new
-version is gathered in a second copy, checked against the fingerprints together with the target's
-other ranks, and only then put in the place of the old one.
+It serves nothing before its first verified version. A new version is gathered in a second copy,
+checked against the fingerprints together with the target's other ranks, and only then put in the
+place of the old one; a receiver that did not take it holds the old one and serves nothing.
 """
 
 from __future__ import annotations
@@ -92,17 +92,31 @@ class Receiver:
         self.version: int | None = None
         self.root: str | None = None
         self._tensors: Mapping[str, Any] | None = None
+        self._missed: int | None = None
+
+    @property
+    def serving(self) -> bool:
+        """True when it holds a verified version and took the newest that it knows of."""
+        return self._tensors is not None and self._missed is None
 
     @property
     def tensors(self) -> Mapping[str, Any]:
-        """Bits by stored name, of the last verified version. Raises TransferRefused before that."""
-        if self._tensors is None:
+        """Bits by stored name of the version that it serves. Raises TransferRefused when it may
+        serve none: before its first sync, and after one that it did not take."""
+        if not self.serving:
+            missing = "its first version" if self._tensors is None else f"version {self._missed}"
             raise TransferRefused(
-                f"{self.target}: expected a verified version, found none yet; it serves nothing "
-                "before its first sync",
+                f"{self.target}: expected {missing} to be taken, found it was not; it serves "
+                "nothing before a sync succeeds",
                 where=self.target,
             )
-        return self._tensors
+        return self.held
+
+    @property
+    def held(self) -> Mapping[str, Any]:
+        """Bits by stored name of the last verified version, whether it serves or not; empty before
+        the first."""
+        return self._tensors or {}
 
     def stands_on(self, version: int, root: str, tensors: Mapping[str, Any]) -> None:
         """Take over weights that the target already has (restored from a bundle, say) as the base
@@ -116,18 +130,24 @@ class Receiver:
 
         Waits up to `wait_s` for a version that is newer than its own. A difference is pulled where
         the sources have one from the version it stands on, and everything when that is refused
-        (or `whole` asks for it). Raises TransferError; the receiver then serves what it served.
-        After a SourceLost it may sync again: with a spool it goes on where it was.
+        (or `whole` asks for it). Raises TransferError; the receiver then holds what it held, and
+        serves nothing before a later sync succeeds, unless it knows of no newer version. After a
+        SourceLost it may sync again: with a spool it goes on where it was.
+
+        `install` loads the tensors into an engine that keeps them in another form; on a failure it
+        is called again with what was held.
         """
         catalogue = self._catalogue(wait_s)
+        self._missed = catalogue.version
         began_s = time.monotonic()
         try:
             staging, synced = self._gather(catalogue, whole, began_s)
             with staging:
-                self._agree(catalogue, staging, synced)
+                self._agree(catalogue, staging, synced, loaded=install is not None)
                 self._load(catalogue, staging.arrays, install)
             self._tensors = dict(staging.arrays)
             self.version, self.root = catalogue.version, catalogue.root
+            self._missed = None
         except SourceLost:
             raise  # it may try again; the desk waits until its time limit, or until `give_up`
         except TransferError as error:
@@ -239,7 +259,9 @@ class Receiver:
             if value[2] == _hex(catalogue, name)[2]
         )
 
-    def _agree(self, catalogue: Catalogue, staging: Staging, synced: Synced) -> None:
+    def _agree(
+        self, catalogue: Catalogue, staging: Staging, synced: Synced, *, loaded: bool
+    ) -> None:
         """Hand in the partial fingerprints, and wait for the verdict on the whole target."""
         report = Report(
             **self._names(catalogue.version),
@@ -252,13 +274,14 @@ class Receiver:
             sync_s=synced.sync_s,
             again=synced.pulled.again,
             resumed=synced.resumed,
+            loaded=loaded,
         )
         answer = self._await("report", report.model_dump(mode="json"), "verdict", "wait")
         if answer["verdict"] != "commit":
             raise TransferDamaged(
                 f"{self.target}: expected the fingerprints of version {catalogue.version} on all "
-                f"{self.ranks} ranks, found otherwise: {answer.get('reason')}; it goes on serving "
-                f"version {self.version}",
+                f"{self.ranks} ranks, found otherwise: {answer.get('reason')}; it serves nothing "
+                "until a sync succeeds",
                 where=self.target,
             )
 
@@ -288,15 +311,26 @@ class Receiver:
                 install(arrays)
             self._await("confirm", self._names(catalogue.version), "confirmed", False)
         except BaseException as error:
-            if install is not None and self._tensors is not None:
-                install(self._tensors)
+            undone = self._undo(install)
             if isinstance(error, TransferError) or not isinstance(error, Exception):
                 raise
             raise TransferError(
                 f"{self.target}: the engine did not load version {catalogue.version} "
-                f"({type(error).__name__}: {error}); it keeps version {self.version}",
+                f"({type(error).__name__}: {error}); {undone}",
                 where=self.target,
             ) from error
+
+    def _undo(self, install: Install | None) -> str:
+        """Load what was held again; when that fails too, nothing is held any more."""
+        if install is None or self._tensors is None:
+            return f"it keeps version {self.version}"
+        try:
+            install(self._tensors)
+        except Exception as error:
+            self._tensors, held = None, self.version
+            self.version = self.root = None
+            return f"nor version {held} again ({type(error).__name__}): it holds none"
+        return f"it keeps version {self.version}"
 
     def _parts(self, arrays: Mapping[str, Any]) -> dict[str, dict[str, Sums]]:
         found: dict[str, dict[str, Any]] = {"0": {}}

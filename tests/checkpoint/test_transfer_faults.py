@@ -230,7 +230,8 @@ def test_an_altered_parcel_is_pulled_again_and_never_served(tmp_path: Path, enco
             with pytest.raises(TransferDamaged, match="altered"):
                 receiver.sync(whole=encoding == "whole")
             assert receiver.version == len(versions)
-            assert equal(logical([receiver.tensors], 1), versions[-1])
+            assert not receiver.serving
+            assert equal(logical([receiver.held], 1), versions[-1])
             assert outcome_of(trainer, "e").outcome == "failed"
     finally:
         trainer.close()
@@ -258,8 +259,8 @@ def test_a_source_whose_memory_rots_is_found_by_the_sums(trainer: Trainer) -> No
     assert all(isinstance(one, TransferDamaged) for one in done), done
     assert all("down" in str(one) for one in done)
     for name, receivers in engines.items():
-        assert [r.version for r in receivers] == [1] * len(receivers)
-        assert equal(logical([r.tensors for r in receivers], len(receivers)), first)
+        assert [(r.version, r.serving) for r in receivers] == [(1, False)] * len(receivers)
+        assert equal(logical([r.held for r in receivers], len(receivers)), first)
         outcome = outcome_of(trainer, name)
         assert (outcome.outcome, outcome.differing) == ("failed", ("down",))
 
@@ -398,8 +399,10 @@ def test_another_model_is_refused(trainer: Trainer, change: Any, says: str) -> N
     trainer.desk.open(trainer.publish(2, other), {"e": 1}, limit_s=30)
     with pytest.raises(TransferError, match=says):
         receiver.sync()
-    assert receiver.version == 1
-    assert equal(logical([receiver.tensors], 1), weights)
+    assert (receiver.version, receiver.serving) == (1, False)
+    with pytest.raises(TransferRefused, match="version 2 to be taken"):
+        _ = receiver.tensors
+    assert equal(logical([receiver.held], 1), weights)
     assert re.search(says, str(outcome_of(trainer, "e").reason))
 
 
@@ -447,8 +450,17 @@ def test_an_engine_that_fails_to_load_goes_back(trainer: Trainer) -> None:
     with pytest.raises(TransferError, match=r"did not load version 2.*prepacked.*keeps version 1"):
         receiver.sync(install=refuse)
     assert loaded[2] == loaded[0]
-    assert equal(logical([receiver.tensors], 1), first)
+    assert not receiver.serving
+    assert equal(logical([receiver.held], 1), first)
     assert outcome_of(trainer, "e").outcome == "failed"
+
+    def broken(tensors: Any) -> None:
+        raise MemoryError("gone")
+
+    trainer.desk.open(trainer.publish(3, second), {"e": 1}, limit_s=30)
+    with pytest.raises(TransferError, match=r"nor version 1 again.*it holds none"):
+        receiver.sync(install=broken)
+    assert (receiver.version, dict(receiver.held)) == (None, {})
 
 
 def test_a_rank_that_dies_before_it_confirms_takes_its_engine_along(trainer: Trainer) -> None:
