@@ -56,7 +56,7 @@ class FlightSource:
         except OSError as error:
             raise ServingFailed(
                 f"expected a certificate and its key, could not read {error.filename} "
-                f"({error.strerror}); make them with `shiftbook transfer certificates`",
+                f"({error.strerror}); make them with `shiftbook checkpoint transfer certificates`",
                 where=str(error.filename),
             ) from error
         try:

@@ -41,13 +41,13 @@ def read_secret(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         raise ServingFailed(
             f"expected a secret in {path}, could not read one ({error}); make it with "
-            "`shiftbook transfer secret`",
+            "`shiftbook checkpoint transfer secret`",
             where=str(path),
         ) from error
     if len(found) < SECRET_BYTES:
         raise ServingFailed(
             f"expected a secret of {SECRET_BYTES} bytes in {path}, found {len(found)}; make one "
-            "with `shiftbook transfer secret`",
+            "with `shiftbook checkpoint transfer secret`",
             where=str(path),
         )
     return found
@@ -67,7 +67,7 @@ def check_token(secret: bytes, token: str, *, now_s: float | None = None) -> str
     if not hmac.compare_digest(_mac(secret, text).encode(), mac.encode()):
         raise TransferRefused(
             "expected a token under this source's secret, found another; issue one with "
-            "`shiftbook transfer token` and the secret that the source was started with"
+            "`shiftbook checkpoint transfer token` and the secret that the source was started with"
         )
     try:
         claim: Any = json.loads(base64.urlsafe_b64decode(text))
