@@ -23,6 +23,7 @@ from shiftbook.checkpoint.layouts import join_parts
 from shiftbook.checkpoint.transfer.catalogue import Catalogue, Message
 from shiftbook.ledger.events.base import Count
 
+MOST_EARLY = 4096
 Sums = tuple[str, str, str]
 """Both sums and the cover of a partial fingerprint, as hex."""
 
@@ -87,6 +88,8 @@ class Desk:
         self._catalogue: Catalogue | None = None
         self._targets: dict[str, _Target] = {}
         self._deadline = 0.0
+        self._early: dict[tuple[str, int], str] = {}
+        """Failures of versions that are offered and not yet opened here."""
 
     def open(self, catalogue: Catalogue, targets: Mapping[str, int], *, limit_s: float) -> None:
         """Expect a version at targets with so many ranks each, within a time limit."""
@@ -100,6 +103,10 @@ class Desk:
             self._catalogue = catalogue
             self._targets = {name: _Target(ranks) for name, ranks in targets.items()}
             self._deadline = time.monotonic() + limit_s
+            for (target, version), reason in self._early.items():
+                if version == catalogue.version and target in self._targets:
+                    self._end(target, self._targets[target], "failed", reason)
+            self._early.clear()
             self._changed.notify_all()
 
     def each(self) -> Iterator[Outcome]:
@@ -141,6 +148,9 @@ class Desk:
         """A rank gathered the version; the answer is `commit`, `refuse` or, for now, `wait`."""
         found = _valid(Report, body)
         with self._changed:
+            # A version is offered before its sync begins; who is quick waits for the sync.
+            if not self._changed.wait_for(lambda: not self._ahead(found.version), timeout=wait_s):
+                return {"verdict": "wait", "reason": "its sync has not begun"}
             one = self._known(found.target, found.version, peer)
             if found.ranks != one.ranks or found.rank >= one.ranks:
                 raise TransferRefused(
@@ -190,10 +200,17 @@ class Desk:
     def failed(self, body: Mapping[str, Any], *, peer: str) -> dict[str, Any]:
         """A rank could not gather or could not take the version; its target does not serve it."""
         target, _, version = _names(body)
+        reason = str(body.get("reason", "no reason given"))[:500]
         with self._changed:
+            if target == peer and self._ahead(version) and len(self._early) < MOST_EARLY:
+                self._early[target, version] = reason
+                return {"noted": True}
             one = self._known(target, version, peer)
-            self._end(target, one, "failed", str(body.get("reason", "no reason given"))[:500])
+            self._end(target, one, "failed", reason)
             return {"noted": True}
+
+    def _ahead(self, version: int) -> bool:
+        return self._catalogue is None or version > self._catalogue.version
 
     def _known(self, target: str, version: int, peer: str) -> _Target:
         if target != peer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -166,8 +166,8 @@ class FlightLink(Link):
     """A link to a source that is served by Flight.
 
     `authority` is the PEM file that the source's certificate has to stand under; `token` is this
-    receiver's. A call that takes longer than `stall_s` and what its bytes take at
-    `least_bytes_s` counts as lost.
+    receiver's, or gives one that is still good. A call that takes longer than `stall_s` and what
+    its bytes take at `least_bytes_s` counts as lost.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class FlightLink(Link):
         port: int,
         *,
         authority: Path,
-        token: str,
+        token: str | Callable[[], str],
         stall_s: float = STALL_S,
         least_bytes_s: int = LEAST_BYTES_S,
     ) -> None:
@@ -241,7 +241,8 @@ class FlightLink(Link):
         return self._client
 
     def _options(self, more_s: float) -> Any:
-        bearer = (b"authorization", f"Bearer {self._token}".encode())
+        token = self._token if isinstance(self._token, str) else self._token()
+        bearer = (b"authorization", f"Bearer {token}".encode())
         return flight.FlightCallOptions(timeout=self._stall_s + more_s, headers=[bearer])
 
     def _lost(self, error: Exception) -> TransferError:

@@ -34,6 +34,8 @@ from shiftbook.checkpoint.transfer.parcel import (
 )
 
 LIMIT_BYTES = 256 << 20
+OPEN_S = 10.0
+"""How long a request for a staged version waits until it is opened."""
 KEPT_VERSIONS = 2
 """The newest and the one before, which differences lead from."""
 
@@ -187,6 +189,9 @@ class Offers:
     def _version(self, version: int) -> _Version:
         with self._changed:
             found = self._versions.get(version)
+            if found is not None and found.catalogue is None:
+                # Another rank was quicker to open it, and a receiver quick to come here.
+                self._changed.wait_for(lambda: found.catalogue is not None, timeout=OPEN_S)
             known = sorted(v for v, one in self._versions.items() if one.catalogue is not None)
         if found is None or found.catalogue is None:
             raise TransferRefused(

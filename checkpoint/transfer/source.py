@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shiftbook.checkpoint.errors import TransferRefused
+from shiftbook.checkpoint.errors import TransferDamaged, TransferRefused
 from shiftbook.checkpoint.transfer.desk import Desk
 from shiftbook.checkpoint.transfer.offers import Offers
 
@@ -21,9 +21,12 @@ class Source:
 
     def answer(self, kind: str, body: Mapping[str, Any], *, peer: str) -> dict[str, Any]:
         """The answer to one question of a receiver that is known to be `peer`."""
-        wait_s = min(float(body.get("wait_s", 0.0)), MOST_WAIT_S)
+        wait_s, newer_than = body.get("wait_s", 0.0), body.get("newer_than")
+        if not isinstance(wait_s, int | float) or not isinstance(newer_than, int | None):
+            raise TransferDamaged(f"expected numbers, found {wait_s!r} and {newer_than!r}")
+        wait_s = min(float(wait_s), MOST_WAIT_S)
         if kind == "catalogue":
-            found = self.offers.catalogue(newer_than=body.get("newer_than"), wait_s=wait_s)
+            found = self.offers.catalogue(newer_than=newer_than, wait_s=wait_s)
             return {"catalogue": found.model_dump(mode="json") if found else None}
         if kind not in ("report", "confirm", "failed"):
             raise TransferRefused(

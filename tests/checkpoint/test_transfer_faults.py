@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,6 +54,7 @@ from tests.checkpoint.transfer_states import (
     layouts,
     logical,
     nudged,
+    shards,
     state,
     sync_all,
 )
@@ -404,6 +406,43 @@ def test_another_model_is_refused(trainer: Trainer, change: Any, says: str) -> N
         _ = receiver.tensors
     assert equal(logical([receiver.held], 1), weights)
     assert re.search(says, str(outcome_of(trainer, "e").reason))
+
+
+def test_a_quick_receiver_waits_for_the_sync_and_for_slower_ranks(trainer: Trainer) -> None:
+    """Rank 0 offers the version first; the sync begins after the engine has pulled everything."""
+    weights = state(1)
+    receivers = engine(lambda: trainer.links("e"), "e", 2)
+    parts = [o.stage(1, shards(weights, o.rank, 2)) for o in trainer.offers]
+    catalogue = join_catalogues(parts)
+    done: list[Any] = []
+    syncing = threading.Thread(target=lambda: done.extend(sync_all(receivers, wait_s=10)))
+    syncing.start()
+    trainer.offers[0].open(catalogue)
+    deadline = time.monotonic() + 20
+    while trainer.offers[0].served.parcels < 2:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    assert trainer.offers[1].served.parcels == 0
+    trainer.offers[1].open(catalogue)
+    while trainer.offers[1].served.parcels < 2:
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    assert not done
+    trainer.desk.open(catalogue, {"e": 2}, limit_s=30)
+    syncing.join()
+    assert all(isinstance(one, Synced) for one in done), done
+    assert outcome_of(trainer, "e").outcome == "serving"
+
+
+def test_a_failure_before_the_sync_begins_is_not_forgotten(trainer: Trainer) -> None:
+    other = state(1)
+    other.pop("norm")
+    catalogue = trainer.publish(1, other)
+    receiver = engine(lambda: trainer.links("e"), "e", 1)[0]
+    with pytest.raises(TransferRefused, match="tensor norm"):
+        receiver.sync()
+    trainer.desk.open(catalogue, {"e": 1}, limit_s=600)
+    assert "tensor norm" in str(outcome_of(trainer, "e").reason)
 
 
 def test_silent_ranks_are_lost_and_may_not_come_late(trainer: Trainer) -> None:
