@@ -22,14 +22,16 @@ class Desk:
     """Where the workers of a job get work and bring answers; used from many threads.
 
     ``generated`` is called when the last episode of an iteration has ended, ``first_use`` when a
-    worker says what its state was at its first unit of work. In phases (``phases``) a component
-    gets its groups when the one before it has done them all.
+    worker says what its state was at its first unit of work. An engine decodes ``lanes`` turns side
+    by side. In phases (``phases``) a component gets its groups when the one before it has done
+    them all.
     """
 
     def __init__(
         self,
         ranks: VirtualRankPlan,
         *,
+        lanes: int,
         phases: bool,
         generated: Callable[[Iteration], None],
         first_use: Callable[[str, Worker, dict[str, Any]], None],
@@ -38,7 +40,7 @@ class Desk:
         self._generated, self._first_use = generated, first_use
         self.exchange = Exchange(
             [
-                Channel("trainer", "rollout"),
+                Channel("trainer", "rollout", lanes),
                 Channel("rollout", "tool"),
                 Channel("rollout", "inference"),
                 Channel("inference", "trainer"),
@@ -46,6 +48,7 @@ class Desk:
         )
         self._arrivals = {target: threading.Condition() for target in self.exchange.by_target}
         self.iteration: Iteration | None = None
+        self._begun = threading.Condition()
         self.changed = threading.Event()
         """Set when the present iteration's last group is in the update."""
         self.figures: dict[str, dict[str, Any]] = {}
@@ -67,7 +70,7 @@ class Desk:
                 left_s = deadline - time.monotonic()
                 if works or left_s <= 0 or self.exchange.is_held(worker[0]):
                     break
-                arrived = arrival.wait(left_s)
+                arrived = arrival.wait(min(left_s, self.exchange.look_again_s(component)))
             if arrived and component == "tool":
                 # Calls come one by one and travel together, but for the last ones.
                 time.sleep(TOOL_LINGER_S[self._outstanding() > MANY])
@@ -120,10 +123,21 @@ class Desk:
     def begin(self, iteration: Iteration) -> None:
         """Make an iteration the present one, and put out its first turns."""
         self.changed.clear()
-        self.iteration = iteration
+        with self._begun:
+            self.iteration = iteration
+            self._begun.notify_all()
         for work in iteration.first_turns():
             self._put("rollout", work)
         self.wake()
+
+    def await_next(self, number: int, limit_s: float) -> None:
+        """Wait until the present iteration is another one than ``number``, or for the limit."""
+
+        def another() -> bool:
+            return self.iteration is not None and self.iteration.number != number
+
+        with self._begun:
+            self._begun.wait_for(another, limit_s)
 
     def train_again(self) -> None:
         """The trainer stands at the last bundle: every group of the iteration is due again."""

@@ -56,6 +56,9 @@ class _Lane:
         )
 
 
+LEAST_ROWS = 4
+
+
 class TorchEngine:
     """Generates turns of episodes on a fixed number of lanes.
 
@@ -74,8 +77,11 @@ class TorchEngine:
         self._queue: list[tuple[int, int, TurnRequest]] = []
         self._arrival = itertools.count()
         self._keys: set[tuple[str, int]] = set()
-        self._tokens = np.zeros(lanes, np.int64)
-        self._positions = np.zeros(lanes, np.int64)
+        # Matrix products take another path for few rows and for the last of an odd number, which
+        # gives other bits: more rows are computed then, and nobody reads them.
+        self._rows = max(LEAST_ROWS, lanes + lanes % 2)
+        self._tokens = np.zeros(self._rows, np.int64)
+        self._positions = np.zeros(self._rows, np.int64)
         self._token_view = torch.from_numpy(self._tokens)
         self._position_view = torch.from_numpy(self._positions)
 
@@ -97,7 +103,7 @@ class TorchEngine:
         """
         if version < 0:
             raise EngineError(f"expected a policy version of at least 0, found {version}")
-        self._kernel = DecodeKernel(self.config, weights, self.lanes)
+        self._kernel = DecodeKernel(self.config, weights, self._rows)
         self.version = version
         for lane in self._slots:
             if lane is not None:

@@ -82,6 +82,7 @@ class TrainingLoop:
         self._standing = Standing(Path(self.config.base_policy))
         self._desk = Desk(
             self._ranks,
+            lanes=self.config.lanes,
             phases=self.config.schedule == "timeshared",
             generated=self._generated,
             first_use=self._first_use,
@@ -117,8 +118,13 @@ class TrainingLoop:
 
     # ---- what the controller and recovery ask --------------------------------------------
 
-    def telemetry(self) -> dict[str, Any]:
-        """Cumulative counts and present progress, for windows and predictions."""
+    def telemetry(self, seen: int = -1, wait_s: float = 0.0) -> dict[str, Any]:
+        """Cumulative counts and present progress, for windows and predictions.
+
+        With ``wait_s``, held open for that long while the present iteration is ``seen``.
+        """
+        if wait_s:
+            self._desk.await_next(seen, wait_s)
         iteration = self._desk.iteration
         traffic = self._desk.traffic()
         progress: dict[str, Any] = {}

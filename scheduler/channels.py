@@ -8,6 +8,7 @@ only when its worker owes it, so consumption is exactly once.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Collection, Hashable, Iterable
@@ -18,6 +19,8 @@ from shiftbook.scheduler.routing import TurnQueue
 
 Worker = tuple[str, str]
 """(replica, incarnation)."""
+RESERVE_S = 0.05
+"""How long a piece is kept for a worker that has room for it and does not ask."""
 
 
 @dataclass
@@ -50,15 +53,24 @@ class Counts:
 
 @dataclass
 class Channel:
-    """Work on its way from one component to another."""
+    """Work on its way from one component to another.
+
+    ``width`` is how many pieces a worker works on side by side, at the same cost whether it has
+    that many or fewer (the lanes of an engine). Where it is known, few pieces go to few workers,
+    which leaves the other ones' devices to other components; and nobody gets pieces to wait behind
+    its own while another could work on them now.
+    """
 
     source: str
     target: str
+    width: int | None = None
     counts: Counts = field(default_factory=Counts)
     _lanes: dict[int, TurnQueue[Hashable, Work]] = field(default_factory=dict)
     _owed: dict[Worker, dict[Hashable, Work]] = field(default_factory=dict)
     _gone: set[Worker] = field(default_factory=set)
     """Processes that are lost: a take of theirs that was held open gets nothing any more."""
+    _refused_s: dict[Worker, float] = field(default_factory=dict)
+    """Since when a worker asks in vain for what is kept for others."""
 
     @property
     def depth(self) -> int:
@@ -82,11 +94,22 @@ class Channel:
             now_s=time.monotonic(),
         )
 
-    def take(self, worker: Worker, limit: int, lanes: Collection[int] | None = None) -> list[Work]:
-        """Hand up to ``limit`` pieces to a worker, the most urgent first."""
+    def take(
+        self,
+        worker: Worker,
+        limit: int,
+        lanes: Collection[int] | None = None,
+        held: Collection[str] = (),
+    ) -> list[Work]:
+        """Hand up to ``limit`` pieces to a worker, the most urgent first.
+
+        ``held`` names the replicas that get nothing now, for whom nothing is kept.
+        """
         if worker in self._gone:
             return []
         now_s = time.monotonic()
+        owed = self._owed.setdefault(worker, {})
+        limit = min(limit, self._share(worker, now_s, held))
         taken: list[Work] = []
         allowed = [
             queue for lane, queue in sorted(self._lanes.items()) if lanes is None or lane in lanes
@@ -98,11 +121,35 @@ class Channel:
             if fullest is None or not len(fullest):
                 break
             taken += [work for _, work in fullest.take(1, now_s)]
-        owed = self._owed.setdefault(worker, {})
         for work in taken:
             owed[work.key] = work
         self.counts.handed += len(taken)
         return taken
+
+    def _share(self, worker: Worker, now_s: float, held: Collection[str]) -> int:
+        """How many of the waiting pieces a worker may have: first those that fuller workers have
+        no room for, as far as it has room itself, then those that nobody has room for."""
+        waiting = self.depth
+        if self.width is None or not waiting:
+            return waiting
+        mine = (len(self._owed[worker]), worker)
+        fuller = emptier = 0
+        for other, owed in self._owed.items():
+            if other != worker and other[0] not in held:
+                room = max(0, self.width - len(owed))
+                if (len(owed), other) > mine:
+                    fuller += room
+                else:
+                    emptier += room
+        left = waiting - fuller
+        room = max(0, self.width - mine[0])
+        share = left if left <= room else max(room, left - emptier)
+        if share > 0 or mine[0] >= self.width:
+            self._refused_s.pop(worker, None)
+            return max(0, share)
+        # Whoever it is kept for may be stuck or dying: it is not kept for long.
+        waited_s = now_s - self._refused_s.setdefault(worker, now_s)
+        return min(room, waiting) if waited_s >= RESERVE_S else 0
 
     def answer(self, worker: Worker, key: Hashable) -> Work | None:
         """Count an answer; None when this worker does not owe it (any more)."""
@@ -150,6 +197,7 @@ class Channel:
         """Forget everything that waits or is owed (a new attempt begins)."""
         self._lanes.clear()
         self._owed.clear()
+        self._refused_s.clear()
 
     def workers(self, replica: str) -> list[Worker]:
         """Processes of a replica that took work, or asked for it."""
@@ -185,7 +233,13 @@ class Exchange:
         with self.lock:
             if worker[0] in self._held:
                 return []
-            return self.by_target[component].take(worker, limit, lanes)
+            return self.by_target[component].take(worker, limit, lanes, self._held)
+
+    def look_again_s(self, component: str) -> float:
+        """How soon to look again for a worker that got nothing, if nothing arrives before."""
+        with self.lock:
+            channel = self.by_target[component]
+            return RESERVE_S if channel.width and channel.depth else math.inf
 
     def edges(self) -> dict[tuple[str, str], int]:
         """Answered pieces by (source, target): the pipeline as its traffic shows it."""

@@ -31,7 +31,8 @@ from shiftbook.scheduler.policies import NoMoves, Policy, RandomMoves
 POLL_S = 0.04
 """Pause between two looks where a move may become worth it soon."""
 CALM_POLL_S = 0.2
-"""Pause between two looks in the middle of a rollout, where nothing changes quickly."""
+"""Pause between two looks where nothing becomes worth it before the next iteration begins, in the
+middle of a rollout and after its end; the beginning of that iteration ends it."""
 RETRY_S = 0.5
 MOVER = "ray"
 """Entry point under which recovery finds the mover of the moves that are granted here."""
@@ -120,14 +121,14 @@ class Controller:
             runner = MoveRunner(self._gate, fleet, self._loop, mover)
             runner.at_boundary = self._boundary
             policy = self._policy(job)
-            pause_s = POLL_S
-            while not self._stop.wait(pause_s):
+            calm: int | None = None
+            while not self._stop.wait(POLL_S if calm is None else 0.0):
                 if self._paused.is_set():
+                    calm = None
                     continue
-                ahead = self._turn(runner, policy)
-                if ahead is None:
+                ended, calm = self._turn(runner, policy, calm)
+                if ended:
                     return
-                pause_s = CALM_POLL_S if ahead else POLL_S
 
     def _when_training(self) -> JobState | None:
         """The job once its loop trains; None when it is closed."""
@@ -151,32 +152,36 @@ class Controller:
             return NoMoves()
         return PlannedMoves(job.opened, self._gate, self._job, self._lanes)
 
-    def _turn(self, runner: MoveRunner, policy: Policy) -> bool | None:
-        """Look once, and move if it is worth it; None when the job has ended, True when nothing
-        can become worth it soon."""
-        telemetry = self._loop.telemetry()
+    def _turn(
+        self, runner: MoveRunner, policy: Policy, calm: int | None
+    ) -> tuple[bool, int | None]:
+        """Look once, and move if it is worth it.
+
+        True when the job has ended; and the iteration in which nothing can become worth it soon.
+        """
+        telemetry = self._loop.telemetry(*(() if calm is None else (calm, CALM_POLL_S)))
         if telemetry["phase"] == "ended":
             policy.finish(telemetry)
             self._finished = True
-            return None
+            return True, None
         began_s = time.monotonic()
         job = self._ledger.state().job(self._job)
         asked = _asked_by_operator(job)
         if asked is not None:
             self._carry_out(runner, policy, asked.operation, None)
-            return False
+            return False, None
         proposal = policy.propose(telemetry, job)
         self._busy_s += time.monotonic() - began_s
         if proposal is None:
-            return policy.calm(telemetry)
+            return False, telemetry["iteration"] if policy.calm(telemetry) else None
         self._decisions += 1
         try:
             operation = self._gate.propose(self._job, proposal)
         except Rejected as error:
             policy.refused(error)
-            return False
+            return False, None
         self._carry_out(runner, policy, operation, telemetry)
-        return False
+        return False, None
 
     def _carry_out(
         self,

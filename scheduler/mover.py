@@ -37,9 +37,9 @@ class LoopClient:
             self._handle = None
             raise WorkerLost(f"the training loop {self._name} does not answer") from error
 
-    def telemetry(self) -> dict[str, Any]:
-        """Counts and progress."""
-        return dict(self.call("telemetry", limit_s=5.0))
+    def telemetry(self, seen: int = -1, wait_s: float = 0.0) -> dict[str, Any]:
+        """Counts and progress; with ``wait_s`` held open while the iteration is ``seen``."""
+        return dict(self.call("telemetry", seen, wait_s, limit_s=wait_s + 5.0))
 
     def payload(self, component: str) -> dict[str, Any]:
         """What a replica of a component is restored from."""

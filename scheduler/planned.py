@@ -107,10 +107,14 @@ class PlannedMoves:
         return decision.proposal(self._sees, window=receipt.first)
 
     def calm(self, telemetry: dict[str, Any]) -> bool:
-        """True in the middle of a rollout: more episodes outstanding than lanes for a while."""
+        """True in the middle of a rollout, where more episodes are outstanding than lanes, and
+        when a rollout has ended for a while."""
         progress = telemetry["progress"]
         if not progress or self._seen.number != telemetry["iteration"]:
             return False
+        ended_s = self._seen.generated_s
+        if ended_s is not None:
+            return bool(telemetry["now_s"] - ended_s > CALM_AFTER_S)
         began = telemetry["now_s"] - telemetry["iteration_began_s"] > CALM_AFTER_S
         return bool(began and progress["outstanding"] > CALM_LANES * self._lanes)
 

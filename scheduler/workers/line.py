@@ -1,7 +1,7 @@
 """The line between a job's loop and its workers: work out and answers in, over plain sockets.
 
-A call through Ray costs the loop's process about 2 ms of a core, and there are hundreds in a second
-of rollout; here it is a tenth of that. Ray still starts, names, watches and ends the processes, and
+A call through Ray costs the cores about twelve times as much (``benchmarks/line.py``), and there
+are hundreds in a second of rollout. Ray still starts, names, watches and ends the processes, and
 tells a worker where the line is and what its key is.
 
 A call is executed once in the life of a server: a caller that did not get the answer calls again

@@ -74,7 +74,7 @@ def test_neighbours_do_not_matter(weights: dict[str, torch.Tensor], expected: Ou
         assert finish(engine_with(weights), [request])[request.key] == expected[request.key]
 
 
-@pytest.mark.parametrize("lanes", [4, 16])
+@pytest.mark.parametrize("lanes", [1, 3, 4, 5, 16])
 def test_number_of_lanes_does_not_matter(
     weights: dict[str, torch.Tensor], expected: Outcome, lanes: int
 ) -> None:
