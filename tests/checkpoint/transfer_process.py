@@ -57,7 +57,7 @@ def trainer(how: dict[str, Any]) -> None:
         from shiftbook.checkpoint.transfer.flight import FlightSource
 
         files = ServerFiles.within(Path(how["tls"]))
-        served = FlightSource(Source(offers, desk), files, SECRET)
+        served = FlightSource(Source(offers, desk), files, SECRET, port=how.get("port", 0))
         say({"port": served.port})
     else:
         from shiftbook.checkpoint.transfer.cluster import ClusterSource
