@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +33,17 @@ OperationStatus = Literal[
 ]
 CLOSED = frozenset({"rejected", "abandoned", "committed", "rolled_back", "poisoned"})
 RUNNING = frozenset({"granted", "quiesced", "transferred", "verified"})
+
+SHARED_TYPES = frozenset(
+    {
+        "LeaseGranted",
+        "LeaseReleased",
+        "LeaseExpired",
+        "ReallocationPoisoned",
+        "QuarantineLifted",
+    }
+)
+"""Types of event that change what jobs share; all others change the state of their job alone."""
 
 
 @dataclass
@@ -190,7 +201,7 @@ class LedgerState:
     """All jobs, all leases, up to and with ``position``."""
 
     position: int = -1
-    jobs: dict[str, JobState] = field(default_factory=dict)
+    jobs: MutableMapping[str, JobState] = field(default_factory=dict)
     leases: dict[str, LeaseState] = field(default_factory=dict)
     quarantine: dict[str, str] = field(default_factory=dict)
     """Device to the operation that poisoned it."""
@@ -204,14 +215,17 @@ class LedgerState:
         """State of a job; an unopened one where no event names it."""
         return self.jobs.get(name) or JobState(name)
 
-    def apply(self, stored: StoredEvent) -> None:
-        """Take in the next event. Events of unknown type change nothing but the counts."""
+    def apply(self, stored: StoredEvent, event: Event | None = None) -> None:
+        """Take in the next event. Events of unknown type change nothing but the counts.
+
+        ``event`` is its body as parsed, where the caller has parsed it already.
+        """
         job = self.jobs.get(stored.job)
         if job is None:
             job = self.jobs[stored.job] = JobState(stored.job)
         handler = _HANDLERS.get(stored.type)
         if handler is not None:
-            event = stored.parsed()
+            event = event or stored.parsed()
             if type(event).__name__ == stored.type:
                 handler(self, job, stored, event)
         self.position = stored.position

@@ -49,8 +49,12 @@ def _progress() -> Any:
         yield None
         return
 
+    shown = 0
+
     def show(position: int) -> None:
-        if position % 1000 == 0:
+        nonlocal shown
+        if position >= shown + 1000:
+            shown = position
             click.echo(f"\rverified to position {position}", err=True, nl=False)
 
     try:

@@ -65,7 +65,7 @@ class Judge:
         bench = self._bench(stored.job)
         if bench is not None:
             self._judge(bench, stored, event, problem)
-        self._fold(stored, bench, problem)
+        self._fold(stored, event, bench, problem)
 
     def close(self) -> Coverage:
         """Judge what is left at the end of the range; the coverage table. Call it once."""
@@ -114,10 +114,12 @@ class Judge:
             invariant.feed(step)
         bench.track.apply(stored, event, job.plan, rows)
 
-    def _fold(self, stored: StoredEvent, bench: Bench | None, problem: str | None) -> None:
+    def _fold(
+        self, stored: StoredEvent, event: Event, bench: Bench | None, problem: str | None
+    ) -> None:
         if problem is None:
             try:
-                self.state.apply(stored)
+                self.state.apply(stored, event)
                 return
             except (ShiftbookError, ValidationError) as error:
                 # An amendment that makes the plan invalid; the plan stays as it was.

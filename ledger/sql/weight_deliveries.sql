@@ -22,18 +22,10 @@ CREATE TABLE IF NOT EXISTS weight_deliveries (
 );
 
 DELETE FROM weight_deliveries
-WHERE (job, operation) IN (SELECT job, operation FROM touched);
+WHERE (job, operation) IN (SELECT job, operation FROM continued);
 
 INSERT INTO weight_deliveries
-WITH steps AS (
-    SELECT events.*
-    FROM events JOIN touched USING (job, operation)
-    WHERE type IN (
-        'WeightSyncStarted', 'WeightSyncDelivered', 'WeightSyncCommitted', 'WeightSyncFailed'
-    )
-),
-
-asked AS (
+WITH asked AS (
     SELECT
         job,
         operation,
