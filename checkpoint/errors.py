@@ -21,6 +21,13 @@ ShiftbookError
     ├── RandomStreamError
     │   └── RandomStreamChanged (names the owners)
     ├── LiveSnapshotDamaged
+    ├── TransferError (names the target or the source)
+    │   ├── TransferRefused
+    │   │   └── BaseRefused
+    │   ├── TransferDamaged
+    │   ├── SourceLost
+    │   ├── StagingFailed
+    │   └── ServingFailed
     └── RecorderMisuse
 """
 
@@ -124,6 +131,38 @@ class LiveSnapshotDamaged(CheckpointError):
     def __init__(self, message: str, *, tensor: str) -> None:
         super().__init__(message)
         self.tensor = tensor
+
+
+class TransferError(CheckpointError):
+    """A version of weights cannot be published, pulled or taken; `where` names who is concerned."""
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class TransferRefused(TransferError):
+    """Someone asked who may not, or for what is not there; asking again changes nothing."""
+
+
+class BaseRefused(TransferRefused):
+    """A difference does not belong on what the receiver holds; the whole weights do."""
+
+
+class TransferDamaged(TransferError):
+    """Bytes arrived that are not those that were published, or that are none of this program's."""
+
+
+class SourceLost(TransferError):
+    """A source cannot be reached, died, or keeps silent for longer than was allowed."""
+
+
+class StagingFailed(TransferError):
+    """There is no room for the second copy that a version is gathered in."""
+
+
+class ServingFailed(TransferError):
+    """A source cannot begin to serve: its port, its certificate or its secret is of no use."""
 
 
 class RecorderMisuse(CheckpointError):

@@ -30,13 +30,12 @@ from shiftbook.checkpoint.virtual_ranks import (
 from shiftbook.jobs.config import DATASET_SIZE, GROUP_SIZE
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.errors import JobError
-from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, group_gradient, reference_logps
+from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss, reference_logps
 from shiftbook.jobs.iteration import Iteration
 from shiftbook.jobs.model import ModelConfig
-from shiftbook.jobs.optimizer import AdamState, apply_update, masters_of, publish
 from shiftbook.jobs.policy_file import BASE_POLICY, load_policy
 from shiftbook.jobs.toolbox import Toolbox
-from shiftbook.jobs.trainer import optimizer_tensors
+from shiftbook.jobs.trainer_state import adam_of, make_trainer
 from shiftbook.ledger.digests import logp_digest, token_digest
 from shiftbook.scheduler.channels import Work
 from shiftbook.verify.replay.protocol import (
@@ -102,14 +101,19 @@ class _Replay:
         torch.use_deterministic_algorithms(True)
         self._conditions = conditions
         self._lanes, self._groups = int(values["lanes"]), int(values["groups"])
-        self._rate, self._clip = float(values["learning_rate"]), float(values["clip_norm"])
-        self._model, self._loss = ModelConfig(), GrpoConfig()
+        self._rate, self._model = float(values["learning_rate"]), ModelConfig()
         path = Path(base)
         policy = load_policy(path if path.is_file() else BASE_POLICY, self._model)
         self._reference = {name: tensor.float() for name, tensor in policy.items()}
-        self._masters = masters_of(policy)
-        self._adam = AdamState.fresh(self._masters)
         self._plan = VirtualRankPlan(int(values["virtual_ranks"]), self._groups)
+        self._trainer = make_trainer(
+            policy,
+            self._model,
+            GrpoLoss(GrpoConfig(), conditions.seed),
+            virtual_ranks=self._plan.virtual_ranks,
+            groups=self._groups,
+            clip_norm=float(values["clip_norm"]),
+        )
         self._sampler = Sampler(DATASET_SIZE, conditions.seed, rule=HASH_SORT)
         self._moves = None if conditions.moves is None else random.Random(conditions.moves)
         self._engines = [self._engine() for _ in range(conditions.workers["rollout"])]
@@ -124,7 +128,7 @@ class _Replay:
                 yield Step(number, self._step(number, toolbox))
 
     def _step(self, number: int, toolbox: Toolbox) -> list[Observation]:
-        policy = publish(self._masters)
+        policy = self._trainer.parts()["model"]
         for engine in self._engines:
             engine.load(policy, number)
         iteration = Iteration(
@@ -133,10 +137,10 @@ class _Replay:
         streamed = self._conditions.schedule == "streamed"
         for group in self._roll_out(iteration, toolbox):
             if streamed:
-                self._train(group, iteration, policy)
+                self._train(group, iteration)
         if not streamed:
             for group in range(self._groups):
-                self._train(group, iteration, policy)
+                self._train(group, iteration)
         with component("trainer"):
             return [*self._samples(iteration), *self._update(number)]
 
@@ -201,15 +205,14 @@ class _Replay:
 
     # ---- training --------------------------------------------------------------------------
 
-    def _train(self, group: int, iteration: Iteration, policy: Mapping[str, Tensor]) -> None:
+    def _train(self, group: int, iteration: Iteration) -> None:
         with component("inference"):
             batch: GroupBatch = iteration.batches[group]
             batch = batch.with_reference(reference_logps(self._reference, batch, self._model))
         with component("trainer"):
-            seed = self._conditions.seed
-            one = group_gradient(policy, batch, iteration.number, seed, self._loss, self._model)
+            flat, loss = self._trainer.gradient(group, (batch, iteration.number))
             owner = self._ranks[self._plan.physical_rank_of(group, self._world)]
-            owner.add(group, one.flat, one.tokens, one.stats, one.uids)
+            owner.add(group, flat, loss.weight, loss.stats, batch.uids)
 
     def _update(self, number: int) -> Iterator[Observation]:
         sums: dict[int, RankSum] = {}
@@ -219,28 +222,27 @@ class _Replay:
             raise JobError(f"expected all virtual ranks in update {number}, found {sorted(sums)}")
         total = reduce_tree(sums)
         yield Tensors("trainer", "gradient", self._named(total.flat))
-        info = apply_update(
-            self._masters, self._adam, total.flat, total.tokens, self._rate, self._clip
-        )
+        report = self._trainer.apply(total, self._rate)
         self._ranks = self._fresh_ranks()
         yield Numbers(
             "trainer",
             {
-                "learning_rate": info.lr,
+                "learning_rate": self._rate,
                 "loss": total.stats["loss_sum"] / total.tokens,
                 "kl": total.stats["kl_sum"] / total.tokens,
-                "grad_norm": info.grad_norm,
+                "grad_norm": report.grad_norm,
                 "tokens": total.tokens,
             },
         )
-        model = publish(self._masters)
-        yield Tensors("trainer", "model", model, each=False)
-        yield Tensors("trainer", "masters", dict(self._masters))
-        yield Tensors("trainer", "optimizer", optimizer_tensors(self._adam), each=False)
+        parts = self._trainer.parts()
+        yield Tensors("trainer", "model", parts["model"], each=False)
+        yield Tensors("trainer", "masters", parts["masters"])
+        moments = adam_of(self._trainer).tensors(self._trainer.masters)
+        yield Tensors("trainer", "optimizer", moments, each=False)
 
     def _named(self, flat: Tensor) -> dict[str, Tensor]:
         named, start = {}, 0
-        for name, master in self._masters.items():
+        for name, master in self._trainer.masters.items():
             named[name] = flat[start : start + master.numel()].view(master.shape)
             start += master.numel()
         return named

@@ -57,6 +57,13 @@ def make_trainer(
     )
 
 
+def adam_of(ranks: VirtualRanks) -> Adam:
+    """The optimizer of virtual ranks that ``make_trainer`` made."""
+    optimizer = ranks.optimizer
+    assert isinstance(optimizer, Adam)
+    return optimizer
+
+
 @dataclass
 class TrainerState:
     """All that one rank holds."""
@@ -69,9 +76,7 @@ class TrainerState:
     @property
     def adam(self) -> Adam:
         """The optimizer."""
-        optimizer = self.ranks.optimizer
-        assert isinstance(optimizer, Adam)
-        return optimizer
+        return adam_of(self.ranks)
 
     def parts(self) -> dict[str, dict[str, Tensor]]:
         """Tensors by part, as a bundle has them."""

@@ -59,6 +59,7 @@ def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerSt
                 for k, v in job.syncs.items()
             },
             replicas={k: replace(v) for k, v in job.replicas.items()},
+            engines=dict(job.engines),
             bundles=dict(job.bundles),
             pending_amendments=set(job.pending_amendments),
         )

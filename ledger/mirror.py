@@ -37,6 +37,7 @@ TABLES = (
     "reallocations",
     "candidates",
     "weight_syncs",
+    "weight_deliveries",
     "iterations",
     "windows",
     "leases",
@@ -50,7 +51,7 @@ FRESH = ("fresh", "fresh_windows")
 """What is made of the events of a batch before any table takes them in, by the ``.sql`` file of
 its name."""
 
-LAYOUT = 3
+LAYOUT = 4
 """Version of the tables; a mirror of another layout is built again from the first event."""
 
 BATCH_EVENTS = 61_440
