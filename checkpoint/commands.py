@@ -1,4 +1,4 @@
-"""The commands `shiftbook checkpoint list | show | verify | register | diff`."""
+"""The commands `shiftbook checkpoint list | show | verify | register | diff | transfer`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.manifest import BundleManifest, check_files, load_manifest, plain
 from shiftbook.checkpoint.shelf import find_bundle, latest_bundle, list_bundles
+from shiftbook.checkpoint.transfer.commands import transfer
 from shiftbook.ledger.cli_options import Format, emit, emit_document, format_option, working
 
 LIST_COLUMNS = ("name", "iteration", "policy_version", "bytes", "job", "attempt", "bundle_id")
@@ -20,6 +21,9 @@ VERIFY_COLUMNS = ("path", "ok", "part", "problem", "bundle_id", "checked", "not_
 @click.group()
 def checkpoint() -> None:
     """Bundles: list, show, verify, register and compare saved training states."""
+
+
+checkpoint.add_command(transfer)
 
 
 @checkpoint.command("list")

@@ -18,7 +18,16 @@ ShiftbookError
     │   ├── PartMismatch
     │   └── BundleWriteFailed
     ├── SamplerStateError
+    ├── RandomStreamError
+    │   └── RandomStreamChanged (names the owners)
     ├── LiveSnapshotDamaged
+    ├── TransferError (names the target or the source)
+    │   ├── TransferRefused
+    │   │   └── BaseRefused
+    │   ├── TransferDamaged
+    │   ├── SourceLost
+    │   ├── StagingFailed
+    │   └── ServingFailed
     └── RecorderMisuse
 """
 
@@ -104,12 +113,56 @@ class SamplerStateError(CheckpointError):
     """A sampler state belongs to another rule, seed or data set, or points outside of it."""
 
 
+class RandomStreamError(CheckpointError):
+    """Random states do not fit the generators that they are to be restored to."""
+
+
+class RandomStreamChanged(RandomStreamError):
+    """A generator was reseeded or drawn from between its restore and its first use."""
+
+    def __init__(self, message: str, *, owners: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.owners = owners
+
+
 class LiveSnapshotDamaged(CheckpointError):
     """A tensor that arrived with a move is not the tensor that was sent."""
 
     def __init__(self, message: str, *, tensor: str) -> None:
         super().__init__(message)
         self.tensor = tensor
+
+
+class TransferError(CheckpointError):
+    """A version of weights cannot be published, pulled or taken; `where` names who is concerned."""
+
+    def __init__(self, message: str, *, where: str | None = None) -> None:
+        super().__init__(message)
+        self.where = where
+
+
+class TransferRefused(TransferError):
+    """Someone asked who may not, or for what is not there; asking again changes nothing."""
+
+
+class BaseRefused(TransferRefused):
+    """A difference does not belong on what the receiver holds; the whole weights do."""
+
+
+class TransferDamaged(TransferError):
+    """Bytes arrived that are not those that were published, or that are none of this program's."""
+
+
+class SourceLost(TransferError):
+    """A source cannot be reached, died, or keeps silent for longer than was allowed."""
+
+
+class StagingFailed(TransferError):
+    """There is no room for the second copy that a version is gathered in."""
+
+
+class ServingFailed(TransferError):
+    """A source cannot begin to serve: its port, its certificate or its secret is of no use."""
 
 
 class RecorderMisuse(CheckpointError):

@@ -159,13 +159,14 @@ def padded_vocabulary(
 
 
 def piece_fingerprints(
-    stored: Any, layout: Layout, *, copy: int = 0, threads: int = 1
+    stored: Any, layout: Layout, *, copy: int = 0, threads: int = 1, dtype: str | None = None
 ) -> dict[str, Fingerprint]:
     """Partial fingerprints, by logical name, of what one stored tensor holds.
 
     `join_parts` adds those of all ranks and tensors. `copy` > 0 gives those of further copies
-    instead; together they must equal the first ones. Padding is not looked at. Raises LayoutError
-    when the tensor has another shape than the layout.
+    instead; together they must equal the first ones. Padding is not looked at. `dtype` names the
+    logical dtype where the array cannot, as for `fingerprint`. Raises LayoutError when the tensor
+    has another shape than the layout.
     """
     if tuple(stored.shape) != layout.stored:
         raise LayoutError(
@@ -177,7 +178,9 @@ def piece_fingerprints(
         if piece.logical is None or piece.copy != copy:
             continue
         window = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.size, strict=True))
-        part = fingerprint(stored[window], offset=piece.offset, shape=piece.shape, threads=threads)
+        part = fingerprint(
+            stored[window], offset=piece.offset, shape=piece.shape, dtype=dtype, threads=threads
+        )
         before = found.get(piece.logical)
         found[piece.logical] = part if before is None else before + part
     return found

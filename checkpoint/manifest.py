@@ -197,6 +197,11 @@ def load_manifest(path: str | os.PathLike[str]) -> BundleManifest:
     return manifest
 
 
+def tensor_place(folder: str | os.PathLike[str], part: str, tensor: str) -> str:
+    """One tensor of a bundle as one text, by which ``kept_tensors`` finds it again."""
+    return f"{os.fspath(folder)}#{part}#{tensor}"
+
+
 def check_files(path: str | os.PathLike[str], *, content: bool = True) -> BundleManifest:
     """Check that every file of a bundle is there, as long as it was, and has the bytes it had.
 

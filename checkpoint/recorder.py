@@ -154,6 +154,7 @@ class Recorder:
         components: Sequence[str] = ("rollout", "trainer"),
         job_path: str = "",
         config: Mapping[str, Any] | None = None,
+        replay: str | None = None,
         evidence: Path | None = None,
         spool: Path | None = None,
     ) -> Recorder:
@@ -161,9 +162,10 @@ class Recorder:
 
         ``policy`` is the model as it stands now (tensors by name, or their root) and ``version``
         its version; ``bundle`` names the bundle from which this attempt goes on, absent for one
-        that begins at the beginning. ``evidence`` and ``spool`` are folders; by default they lie
-        beside a ledger that is a file. Raises LedgerUnreachable where the ledger is away: an
-        attempt must be granted. From then on an outage stops nothing.
+        that begins at the beginning. ``replay`` is the Python path of a target that
+        ``shiftbook replay`` runs with ``config``. ``evidence`` and ``spool`` are folders; by
+        default they lie beside a ledger that is a file. Raises LedgerUnreachable where the ledger
+        is away: an attempt must be granted. From then on an outage stops nothing.
         """
         owned = isinstance(ledger, str)
         handle = Ledger.open(ledger) if isinstance(ledger, str) else ledger
@@ -181,6 +183,7 @@ class Recorder:
                 plan=plan,
                 job_path=job_path,
                 config=dict(config or {}),
+                replay=replay,
             ),
         )
         known = handle.state().job(job)

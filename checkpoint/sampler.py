@@ -1,4 +1,7 @@
-"""The declared, resumable order of prompts: a pure function of rule, seed, size and ordinal."""
+"""The declared, resumable order of prompts: a pure function of rule, seed, size and ordinal.
+
+One data set goes through permutations, epoch after epoch; several are mixed in declared shares.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,28 @@ from functools import lru_cache
 from typing import Any
 
 from shiftbook.checkpoint.errors import SamplerStateError
+from shiftbook.checkpoint.mixture import mixture_draws, offsets, source_seed
+from shiftbook.ledger.canonical import encode
+from shiftbook.ledger.plan import DataPlan, MixturePlan
 
 HASH_SORT = "hash-sort-v1"
 SEQUENTIAL = "sequential-v1"
+MIXTURE = "mixture-v1"
 _DOMAIN = b"shiftbook-sampler-hash-sort-v1"
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One drawn prompt: its place in the whole run, its epoch, its index in the data set."""
+    """One drawn prompt: its place in the whole run, its epoch, its index in the data set.
+
+    The epoch counts passes over as many draws as the data set has prompts; a source of a mixture
+    has passes of its own.
+    """
 
     ordinal: int
     epoch: int
     index: int
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +46,8 @@ class SamplerState:
     epoch: int
     position: int
     unit: str = "samples"
+    mixture: str = ""
+    """SHA-256 of the declared mixture."""
 
     @property
     def ordinal(self) -> int:
@@ -81,16 +95,31 @@ def epoch_order(rule: str, seed: int, epoch: int, size: int) -> tuple[int, ...]:
     return RULES[rule](seed, epoch, size)
 
 
-def expected_draws(rule: str, seed: int, size: int, start: int, n: int) -> list[Draw]:
+@lru_cache(maxsize=64)  # sources of a mixture, each in an epoch of its own
+def _source_order(seed: int, epoch: int, size: int) -> tuple[int, ...]:
+    return _hash_sort(seed, epoch, size)
+
+
+def expected_draws(
+    rule: str, seed: int, size: int, start: int, n: int, mixture: MixturePlan | None = None
+) -> list[Draw]:
     """The `n` draws from ordinal `start` on; an epoch ends after `size` draws.
 
     Pure and free of state: a verifier compares it with what a run recorded. Raises
     SamplerStateError for an unknown rule, an empty data set or negative numbers.
     """
-    _check(rule, size)
+    _check(rule, size, mixture)
     if start < 0 or n < 0:
         raise SamplerStateError(f"expected start and n of at least 0, found {start} and {n}")
     draws = []
+    if mixture is not None:
+        begin = offsets(mixture)
+        for ordinal, source, count, own in mixture_draws(mixture, seed, start, n):
+            epoch, position = divmod(count, own)
+            order = _source_order(source_seed(seed, source), epoch, own)
+            index = begin[source] + order[position]
+            draws.append(Draw(ordinal, ordinal // size, index, source))
+        return draws
     for ordinal in range(start, start + n):
         epoch, position = divmod(ordinal, size)
         draws.append(Draw(ordinal, epoch, epoch_order(rule, seed, epoch, size)[position]))
@@ -100,21 +129,34 @@ def expected_draws(rule: str, seed: int, size: int, start: int, n: int) -> list[
 class Sampler:
     """Draws prompts in the declared order and can go on from any saved state."""
 
-    def __init__(self, size: int, seed: int, *, rule: str = HASH_SORT) -> None:
-        _check(rule, size)
+    def __init__(
+        self, size: int, seed: int, *, rule: str = HASH_SORT, mixture: MixturePlan | None = None
+    ) -> None:
+        _check(rule, size, mixture)
         self._rule, self._seed, self._size = rule, seed, size
+        self._mixture = mixture
         self._ordinal = 0
+
+    @classmethod
+    def declared(cls, data: DataPlan) -> Sampler:
+        """As a plan declares it."""
+        return cls(data.dataset_size, data.seed, rule=data.sampler_rule, mixture=data.mixture)
+
+    def at(self, start: int, n: int) -> list[Draw]:
+        """The `n` draws from ordinal `start` on; the sampler stays where it stands."""
+        return expected_draws(self._rule, self._seed, self._size, start, n, self._mixture)
 
     def draw(self, n: int) -> list[Draw]:
         """The next `n` prompts, over epoch boundaries."""
-        draws = expected_draws(self._rule, self._seed, self._size, self._ordinal, n)
+        draws = self.at(self._ordinal, n)
         self._ordinal += n
         return draws
 
     def state(self) -> SamplerState:
         """Where the sampler stands: the draw that comes next."""
         epoch, position = divmod(self._ordinal, self._size)
-        return SamplerState(self._rule, self._seed, self._size, epoch, position)
+        declared = "" if self._mixture is None else _digest(self._mixture)
+        return SamplerState(self._rule, self._seed, self._size, epoch, position, mixture=declared)
 
     def restore(self, state: SamplerState | Mapping[str, Any]) -> None:
         """Go on from a saved state of the same rule, seed and size; else SamplerStateError."""
@@ -129,6 +171,7 @@ class Sampler:
             ("seed", self._seed),
             ("size", self._size),
             ("unit", "samples"),
+            ("mixture", self.state().mixture),
         ):
             found = getattr(wanted, name)
             if found != mine:
@@ -148,10 +191,24 @@ class Sampler:
         self._ordinal = epoch * self._size + position
 
 
-def _check(rule: str, size: int) -> None:
-    if rule not in RULES:
+def _digest(mixture: MixturePlan) -> str:
+    return hashlib.sha256(encode(mixture.model_dump(mode="json"))).hexdigest()
+
+
+def _check(rule: str, size: int, mixture: MixturePlan | None = None) -> None:
+    if rule not in RULES and rule != MIXTURE:
         raise SamplerStateError(
-            f"expected a sampler rule among {', '.join(sorted(RULES))}, found {rule!r}"
+            f"expected a sampler rule among {', '.join(sorted(RULES))}, {MIXTURE}, found {rule!r}"
+        )
+    if (rule == MIXTURE) != (mixture is not None):
+        raise SamplerStateError(
+            f"expected a mixture with rule {MIXTURE} and with no other, found rule {rule!r} "
+            f"{'without' if mixture is None else 'with'} one; declare sources and shares"
+        )
+    found = size if mixture is None else sum(source.size for source in mixture.sources)
+    if found != size:
+        raise SamplerStateError(
+            f"expected sources of {size} prompts together, found {found}; correct the sizes"
         )
     if size < 1:
         raise SamplerStateError(f"expected a data set of at least 1 prompt, found {size}")

@@ -10,26 +10,32 @@ depends on the number of processes, on arrival order, or on a move in the middle
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shiftbook.checkpoint.errors import CheckpointError
+from shiftbook.checkpoint.reduction_tree import (
+    RankSum,
+    VirtualRankError,
+    add_sums,
+    all_reduce_tree,
+    is_power_of_two,
+    reduce_tree,
+)
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+__all__ = [
+    "GradientAccumulator",
+    "RankSum",
+    "VirtualRankError",
+    "VirtualRankPlan",
+    "all_reduce_tree",
+    "flatten",
+    "reduce_tree",
+]
 
 SNAPSHOT_FORMAT = 1
-
-
-class VirtualRankError(CheckpointError):
-    """A gradient, snapshot or world size does not fit the declared virtual ranks."""
-
-
-def _is_power_of_two(value: int) -> bool:
-    return value >= 1 and value & (value - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class VirtualRankPlan:
     groups_per_iteration: int = 32
 
     def __post_init__(self) -> None:
-        if not _is_power_of_two(self.virtual_ranks):
+        if not is_power_of_two(self.virtual_ranks):
             raise VirtualRankError(
                 f"expected a power of two of virtual ranks, found {self.virtual_ranks}; "
                 "declare 1, 2, 4, 8, …"
@@ -73,7 +79,7 @@ class VirtualRankPlan:
 
     def block_of(self, rank: int, world: int) -> range:
         """The virtual ranks that physical rank ``rank`` of ``world`` processes owns."""
-        if not _is_power_of_two(world) or world > self.virtual_ranks:
+        if not is_power_of_two(world) or world > self.virtual_ranks:
             raise VirtualRankError(
                 f"expected a power of two of at most {self.virtual_ranks} trainer processes, "
                 f"found {world}; resize to another number"
@@ -92,16 +98,6 @@ class VirtualRankPlan:
             raise VirtualRankError(
                 f"expected a virtual rank in 0..{self.virtual_ranks - 1}, found {virtual_rank}"
             )
-
-
-@dataclass
-class RankSum:
-    """What one virtual rank, or a subtree of them, has added up: the flat float32 gradient, the
-    tokens that it was summed over, and float64 statistics by name."""
-
-    flat: Tensor
-    tokens: int
-    stats: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -133,7 +129,9 @@ class _RankState:
         if self.sum is None:
             self.sum = RankSum(item.flat.clone(), item.tokens, dict(item.stats))
         else:
-            self.sum = _add(self.sum, RankSum(item.flat, item.tokens, item.stats), in_place=True)
+            self.sum = add_sums(
+                self.sum, RankSum(item.flat, item.tokens, item.stats), in_place=True
+            )
         self.uids += item.uids
         self.added += 1
 
@@ -173,6 +171,21 @@ class GradientAccumulator:
         """Whether the gradient of ``group_index`` belongs to this physical rank."""
         return self.plan.rank_of(group_index) in self._states
 
+    def expects(self, group_index: int) -> None:
+        """Raise VirtualRankError unless this group may be added here now."""
+        virtual_rank = self.plan.rank_of(group_index)
+        if virtual_rank not in self._states:
+            raise VirtualRankError(
+                f"group {group_index} belongs to virtual rank {virtual_rank}, expected one of "
+                f"{sorted(self._states)} here (rank {self.rank} of {self.world}); send it to rank "
+                f"{self.plan.physical_rank_of(group_index, self.world)}"
+            )
+        state = self._states[virtual_rank]
+        if group_index in state.pending or group_index in state.groups[: state.added]:
+            raise VirtualRankError(
+                f"group {group_index} is in the update already; a group is consumed exactly once"
+            )
+
     def add(
         self,
         group_index: int,
@@ -187,18 +200,8 @@ class GradientAccumulator:
         ``VirtualRankError`` for a group of another rank, one that is in already, and a shape or
         dtype that differs from the others.
         """
-        virtual_rank = self.plan.rank_of(group_index)
-        if virtual_rank not in self._states:
-            raise VirtualRankError(
-                f"group {group_index} belongs to virtual rank {virtual_rank}, expected one of "
-                f"{sorted(self._states)} here (rank {self.rank} of {self.world}); send it to rank "
-                f"{self.plan.physical_rank_of(group_index, self.world)}"
-            )
-        state = self._states[virtual_rank]
-        if group_index in state.pending or group_index in state.groups[: state.added]:
-            raise VirtualRankError(
-                f"group {group_index} is in the update already; a group is consumed exactly once"
-            )
+        self.expects(group_index)
+        state = self._states[self.plan.rank_of(group_index)]
         flat = flatten(grads)
         self._check_alike(group_index, flat, stats)
         state.add(group_index, _Pending(flat, int(tokens), dict(stats), list(uids)))
@@ -258,6 +261,13 @@ class GradientAccumulator:
             "groups_per_iteration": self.plan.groups_per_iteration,
             "ranks": ranks,
         }
+
+    def handed_over(self, rank: int, world: int) -> dict[str, Any]:
+        """The part of ``snapshot`` that process ``rank`` of a new ``world`` does not own."""
+        kept = self.plan.block_of(rank, world) if rank < world else range(0)
+        snapshot = self.snapshot()
+        snapshot["ranks"] = {v: c for v, c in snapshot["ranks"].items() if v not in kept}
+        return snapshot
 
     def restore(self, snapshots: Sequence[Mapping[str, Any]]) -> None:
         """Take over the owned virtual ranks from ``snapshots`` of any world size.
@@ -343,86 +353,6 @@ def flatten(grads: Tensor | Mapping[str, Tensor]) -> Tensor:
             "pass named tensors or concatenate them in declared order"
         )
     return grads
-
-
-def reduce_tree(per_vrank_sums: Mapping[int, RankSum] | Sequence[RankSum]) -> RankSum:
-    """The sum in the fixed binary tree ((0+1)+(2+3))+… of an aligned block of virtual ranks.
-
-    The number of sums must be a power of two, and a mapping's ranks consecutive and aligned.
-    """
-    if isinstance(per_vrank_sums, Mapping):
-        ranks = sorted(per_vrank_sums)
-        start = ranks[0] if ranks else 0
-        if ranks != list(range(start, start + len(ranks))) or (ranks and start % len(ranks)):
-            raise VirtualRankError(
-                f"expected an aligned block of virtual ranks, found {ranks}; reduce whole blocks"
-            )
-        level = [per_vrank_sums[rank] for rank in ranks]
-    else:
-        level = list(per_vrank_sums)
-    if not _is_power_of_two(len(level)):
-        raise VirtualRankError(
-            f"expected a power of two of sums, found {len(level)}; give one for each virtual rank"
-        )
-    while len(level) > 1:
-        level = [_add(level[i], level[i + 1], in_place=False) for i in range(0, len(level), 2)]
-    return level[0]
-
-
-def all_reduce_tree(local_sums: Mapping[int, RankSum], group: ProcessGroup | None) -> RankSum:
-    """The whole tree's sum, the same bits on every process of ``group`` (None: one process).
-
-    Each process reduces its own block, all gather the blocks' sums in rank order, and each finishes
-    the tree. Collective: every process of the group must call it, with the same statistics' names.
-    """
-    block = reduce_tree(local_sums)
-    if group is None or group.size() == 1:
-        return block
-    world = group.size()
-    if sorted(local_sums)[0] != group.rank() * len(local_sums):
-        raise VirtualRankError(
-            f"process {group.rank()} of {world}: expected the block of virtual ranks that starts "
-            f"at {group.rank() * len(local_sums)}, found {sorted(local_sums)}; "
-            "place blocks in rank order"
-        )
-    names = sorted(block.stats)
-    numbers = torch.tensor([block.stats[name] for name in names], dtype=torch.float64)
-    counts = torch.tensor([block.tokens, len(names)], dtype=torch.int64)
-    flats = _gather(block.flat.contiguous(), group)
-    all_counts = _gather(counts, group)
-    if any(int(other[1]) != len(names) for other in all_counts):
-        raise VirtualRankError(
-            "expected the same statistics on every process, found "
-            f"{[int(other[1]) for other in all_counts]} names; add the same ones everywhere"
-        )
-    all_numbers = _gather(numbers, group) if names else [numbers] * world
-    return reduce_tree(
-        [
-            RankSum(
-                flats[rank],
-                int(all_counts[rank][0]),
-                dict(zip(names, all_numbers[rank].tolist(), strict=True)),
-            )
-            for rank in range(world)
-        ]
-    )
-
-
-def _gather(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
-    outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-    group.allgather([outputs], [tensor]).wait()
-    return outputs
-
-
-def _add(left: RankSum, right: RankSum, in_place: bool) -> RankSum:
-    if left.stats.keys() != right.stats.keys():
-        raise VirtualRankError(
-            f"expected the statistics {sorted(left.stats)}, found {sorted(right.stats)}; "
-            "give every group the same ones"
-        )
-    flat = left.flat.add_(right.flat) if in_place else left.flat + right.flat
-    stats = {name: left.stats[name] + right.stats[name] for name in left.stats}
-    return RankSum(flat, left.tokens + right.tokens, stats)
 
 
 def _own(flat: Any) -> Tensor:

@@ -192,6 +192,7 @@ class RolloutWorker:
             "kv_use": engine.running / engine.lanes,
             "tokens": engine.sampled_tokens,
             "replayed_tokens": engine.replayed_tokens,
+            "steps": engine.steps,
             "lane_steps": engine.lane_steps,
             "version": engine.version,
         }

@@ -1,4 +1,4 @@
-"""GRPO on groups of episodes: batches, advantages, reference log-probabilities and gradients.
+"""GRPO on groups of episodes: batches, advantages, reference log-probabilities and the loss.
 
 Source: group-relative policy optimisation (Shao et al., "DeepSeekMath", arXiv 2402.03300) with the
 clipped ratio of PPO (Schulman et al., arXiv 1707.06347) against the engine's own log-probabilities
@@ -10,16 +10,17 @@ of groups add up, in whatever processes they were computed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shiftbook.checkpoint.elastic import GroupLoss
 from shiftbook.jobs import tokenizer
 from shiftbook.jobs.errors import TrainingError
 from shiftbook.jobs.keyed_rng import hash64, parse_uid
-from shiftbook.jobs.model import ModelConfig, forward_train, parameter_shapes, upcast
+from shiftbook.jobs.model import ModelConfig, PolicyModel, forward_train, upcast
 from shiftbook.jobs.task import EpisodeState
 
 GROUP_SIZE = 8
@@ -65,37 +66,6 @@ class GroupBatch:
         return replace(self, reference_logps=logps)
 
 
-@dataclass
-class GroupGradient:
-    """The gradient of one group's summed loss and what it was summed over.
-
-    ``grads`` are float32 by parameter name in declared order; ``flat`` is the same memory as one
-    vector. ``loss_sum``, ``kl_sum``, ``clipped_tokens`` and ``logp_gap_max`` (largest |training -
-    behaviour| log-probability) describe the group; ``tokens`` is the divisor's share.
-    """
-
-    draw: int
-    uids: list[str]
-    grads: dict[str, Tensor]
-    flat: Tensor
-    tokens: int
-    loss_sum: float
-    kl_sum: float
-    clipped_tokens: int
-    logp_gap_max: float
-    reward_sum: float
-    stats: dict[str, float] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stats = {
-            "loss_sum": self.loss_sum,
-            "kl_sum": self.kl_sum,
-            "clipped_tokens": float(self.clipped_tokens),
-            "reward_sum": self.reward_sum,
-            "samples": float(len(self.uids)),
-        }
-
-
 def make_group_batch(episodes: Sequence[EpisodeState]) -> GroupBatch:
     """The batch of one group's finished episodes, in member order.
 
@@ -136,15 +106,8 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
     return relative.astype(np.float32)
 
 
-def _token_logps(
-    config: ModelConfig,
-    params: Mapping[str, Tensor],
-    tokens: Tensor,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
-) -> Tensor:
+def _token_logps(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probability [G, T-1] of each token from the second on, given those before it."""
-    logits = forward_train(config, params, tokens[:, :-1], dropout, generator)
     logps = torch.log_softmax(logits, dim=-1)
     return logps.gather(2, tokens[:, 1:].unsqueeze(2)).squeeze(2)
 
@@ -158,76 +121,69 @@ def reference_logps(
     """
     tokens = torch.tensor(batch.tokens)
     with torch.inference_mode():
-        logps = _token_logps(config or ModelConfig(), _as_float32(params), tokens)
+        logits = forward_train(config or ModelConfig(), _as_float32(params), tokens[:, :-1])
+        logps = _token_logps(logits, tokens)
     out = np.zeros(batch.tokens.shape, np.float32)
     out[:, 1:] = np.where(batch.mask[:, 1:], logps.numpy(), 0.0)
     return out
 
 
-def group_gradient(
-    params: Mapping[str, Tensor],
-    batch: GroupBatch,
-    step: int = 0,
-    seed: int = 0,
-    loss: GrpoConfig | None = None,
-    config: ModelConfig | None = None,
-) -> GroupGradient:
-    """Gradient of the group's summed loss with respect to ``params`` (bfloat16 or float32 views).
+class GrpoLoss:
+    """The loss function of the reference job's virtual ranks.
 
-    Per sampled token: -min(ρA, clip(ρ, 1±ε)A) + β·(e^d - d - 1) with ρ = π/behaviour and
-    d = log reference - log π. Dropout masks are keyed by (seed, step, draw). Raises
-    ``TrainingError`` when the batch has no reference log-probabilities.
+    Called with the model (float32 values of the published policy) and (batch, iteration); the
+    masks of dropout are keyed by (seed, iteration, draw).
     """
-    loss, config = loss or GrpoConfig(), config or ModelConfig()
-    if batch.reference_logps is None:
-        raise TrainingError(
-            f"draw {batch.draw}: expected reference log-probabilities, found none; "
-            "compute reference_logps and pass batch.with_reference(...)"
+
+    def __init__(self, config: GrpoConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+
+    def __call__(self, model: PolicyModel, item: tuple[GroupBatch, int]) -> GroupLoss:
+        """Summed loss of one group over its sampled tokens.
+
+        Per sampled token: -min(ρA, clip(ρ, 1±ε)A) + β·(e^d - d - 1) with ρ = π/behaviour and
+        d = log reference - log π. ``notes`` has the largest gap between the training pass's
+        log-probabilities and the engine's. Raises ``TrainingError`` when the batch has no
+        reference log-probabilities.
+        """
+        batch, iteration = item
+        loss = self.config
+        if batch.reference_logps is None:
+            raise TrainingError(
+                f"draw {batch.draw}: expected reference log-probabilities, found none; "
+                "compute reference_logps and pass batch.with_reference(...)"
+            )
+        tokens = torch.tensor(batch.tokens)
+        mask = torch.tensor(batch.mask[:, 1:])
+        behaviour = torch.tensor(batch.behaviour_logps[:, 1:])
+        reference = torch.tensor(batch.reference_logps[:, 1:])
+        advantage = torch.tensor(advantages(batch.rewards)).unsqueeze(1)
+        generator = None
+        if loss.dropout > 0.0:
+            key = hash64(self.seed, _DROPOUT_STREAM, iteration, batch.draw)
+            generator = torch.Generator().manual_seed(key >> 1)
+        logps = _token_logps(model(tokens[:, :-1], loss.dropout, generator), tokens)
+        ratio = torch.exp(logps - behaviour)
+        clipped = ratio.clamp(1.0 - loss.clip_epsilon, 1.0 + loss.clip_epsilon)
+        gain = torch.minimum(ratio * advantage, clipped * advantage)
+        drift = reference - logps
+        kl = torch.exp(drift) - drift - 1.0
+        total = torch.where(mask, loss.kl_coefficient * kl - gain, 0.0).sum()
+        with torch.no_grad():
+            gap = torch.where(mask, (logps - behaviour).abs(), 0.0).max()
+            kl_sum = torch.where(mask, kl, 0.0).sum()
+            clipped_tokens = (mask & (ratio != clipped)).sum()
+        return GroupLoss(
+            total,
+            batch.sampled_tokens,
+            stats={
+                "kl_sum": kl_sum.item(),
+                "clipped_tokens": float(clipped_tokens.item()),
+                "reward_sum": float(batch.rewards.sum()),
+                "samples": float(len(batch.uids)),
+            },
+            notes={"logp_gap_max": gap.item()},
         )
-    leaves = {n: t.requires_grad_(True) for n, t in upcast(params).items()}
-    tokens = torch.tensor(batch.tokens)
-    mask = torch.tensor(batch.mask[:, 1:])
-    behaviour = torch.tensor(batch.behaviour_logps[:, 1:])
-    reference = torch.tensor(batch.reference_logps[:, 1:])
-    advantage = torch.tensor(advantages(batch.rewards)).unsqueeze(1)
-    generator = None
-    if loss.dropout > 0.0:
-        key = hash64(seed, _DROPOUT_STREAM, step, batch.draw)
-        generator = torch.Generator().manual_seed(key >> 1)
-    logps = _token_logps(config, leaves, tokens, loss.dropout, generator)
-    ratio = torch.exp(logps - behaviour)
-    clipped = ratio.clamp(1.0 - loss.clip_epsilon, 1.0 + loss.clip_epsilon)
-    gain = torch.minimum(ratio * advantage, clipped * advantage)
-    drift = reference - logps
-    kl = torch.exp(drift) - drift - 1.0
-    total = torch.where(mask, loss.kl_coefficient * kl - gain, 0.0).sum()
-    gradients = torch.autograd.grad(total, list(leaves.values()))
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    with torch.no_grad():
-        gap = torch.where(mask, (logps - behaviour).abs(), 0.0).max()
-        kl_sum = torch.where(mask, kl, 0.0).sum()
-        clipped_tokens = (mask & (ratio != clipped)).sum()
-    return GroupGradient(
-        draw=batch.draw,
-        uids=list(batch.uids),
-        grads=_named_views(flat, config),
-        flat=flat,
-        tokens=batch.sampled_tokens,
-        loss_sum=total.detach().item(),
-        kl_sum=kl_sum.item(),
-        clipped_tokens=int(clipped_tokens.item()),
-        logp_gap_max=gap.item(),
-        reward_sum=float(batch.rewards.sum()),
-    )
-
-
-def _named_views(flat: Tensor, config: ModelConfig) -> dict[str, Tensor]:
-    shapes = parameter_shapes(config)
-    sizes = [int(np.prod(shape)) for shape in shapes.values()]
-    parts = torch.split(flat, sizes)
-    return {
-        name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)
-    }
 
 
 def _as_float32(params: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

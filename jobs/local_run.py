@@ -18,27 +18,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shiftbook.checkpoint.virtual_ranks import (
-    GradientAccumulator,
-    VirtualRankPlan,
-    all_reduce_tree,
-)
+from shiftbook.checkpoint.elastic import VirtualRanks
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.errors import JobError
 from shiftbook.jobs.grpo import (
     GROUP_SIZE,
     GroupBatch,
     GrpoConfig,
-    group_gradient,
+    GrpoLoss,
     make_group_batch,
     reference_logps,
 )
 from shiftbook.jobs.keyed_rng import format_uid
 from shiftbook.jobs.model import ModelConfig
-from shiftbook.jobs.optimizer import AdamState, apply_update, masters_of, publish
 from shiftbook.jobs.policy_file import BASE_POLICY, load_policy
 from shiftbook.jobs.task import EpisodeState, new_episode
 from shiftbook.jobs.toolbox import Toolbox
+from shiftbook.jobs.trainer_state import make_trainer
 
 
 @dataclass(frozen=True)
@@ -138,13 +134,18 @@ def run_iterations(
     torch.use_deterministic_algorithms(True)
     base = load_policy(config.base_policy, config.model)
     reference = {name: tensor.float() for name, tensor in base.items()}
-    masters = masters_of(base)
-    adam = AdamState.fresh(masters)
-    plan = VirtualRankPlan(config.virtual_ranks, config.groups)
+    trainer = make_trainer(
+        base,
+        config.model,
+        GrpoLoss(config.loss, config.seed),
+        virtual_ranks=config.virtual_ranks,
+        groups=config.groups,
+        clip_norm=config.clip_norm,
+    )
     engine = TorchEngine(config.model, config.lanes)
     with Toolbox(config.seed) as toolbox:
         for iteration in range(config.iterations):
-            policy = publish(masters)
+            policy = trainer.parts()["model"]
             if on_policy is not None:
                 on_policy(policy)
             engine.load(policy, iteration)
@@ -161,17 +162,14 @@ def run_iterations(
                 for start in range(0, len(episodes), GROUP_SIZE)
             ]
             groups, inference_s = _with_reference(groups, reference, config)
-            accumulator, train_s, gap = _accumulate(groups, policy, plan, iteration, config)
+            train_s, gap = _accumulate(groups, trainer, iteration)
             began = time.perf_counter()
-            total = all_reduce_tree(accumulator.local_sums(), None)
-            info = apply_update(
-                masters, adam, total.flat, total.tokens, config.learning_rate, config.clip_norm
-            )
-            policy = publish(masters)
+            report = trainer.update(config.learning_rate)
+            policy = trainer.parts()["model"]
             update_s = time.perf_counter() - began
             yield IterationRecord(
                 iteration=iteration,
-                reward_mean=total.stats["reward_sum"] / total.stats["samples"],
+                reward_mean=report.stats["reward_sum"] / report.stats["samples"],
                 tokens_mean=sum(len(e.tokens) for e in episodes) / len(episodes),
                 rollout_s=rollout_s,
                 tool_wait_s=tool_wait_s,
@@ -181,13 +179,13 @@ def run_iterations(
                 lane_steps=engine.lane_steps - before[0],
                 steps=engine.steps - before[1],
                 sampled_tokens=engine.sampled_tokens - before[2],
-                kl_mean=total.stats["kl_sum"] / total.tokens,
-                grad_norm=info.grad_norm,
+                kl_mean=report.stats["kl_sum"] / report.weight,
+                grad_norm=report.grad_norm,
                 logp_gap_max=gap,
                 policy_digest=policy_digest(policy),
             )
         if on_policy is not None:
-            on_policy(publish(masters))
+            on_policy(trainer.parts()["model"])
 
 
 def _with_reference(
@@ -201,20 +199,15 @@ def _with_reference(
 
 
 def _accumulate(
-    groups: list[GroupBatch],
-    policy: Mapping[str, Tensor],
-    plan: VirtualRankPlan,
-    iteration: int,
-    config: LocalConfig,
-) -> tuple[GradientAccumulator, float, float]:
+    groups: list[GroupBatch], trainer: VirtualRanks, iteration: int
+) -> tuple[float, float]:
+    """Add all groups' gradients; seconds, and the largest gap to the engine's log-probabilities."""
     began = time.perf_counter()
-    accumulator = GradientAccumulator(plan, world=1, rank=0)
     gap = 0.0
     for index, group in enumerate(groups):
-        one = group_gradient(policy, group, iteration, config.seed, config.loss, config.model)
-        accumulator.add(index, one.flat, one.tokens, one.stats, one.uids)
-        gap = max(gap, one.logp_gap_max)
-    return accumulator, time.perf_counter() - began, gap
+        loss = trainer.add(index, (group, iteration), group.uids)
+        gap = max(gap, loss.notes["logp_gap_max"])
+    return time.perf_counter() - began, gap
 
 
 def reward_rise(records: list[IterationRecord]) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shiftbook.jobs.errors import ModelError
 from shiftbook.jobs.keyed_rng import hash64
@@ -144,6 +144,31 @@ def forward_train(
         branch = F.linear(h, params[prefix + "feedforward.down.weight"])
         x = x + _drop(branch, dropout, generator)
     return F.linear(_norm(x, params, "norm"), params["head.weight"])
+
+
+class PolicyModel(nn.Module):
+    """The decoder as a module: float32 parameters under their declared names, in their order."""
+
+    def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
+        """``params`` may be bfloat16; raises ``ModelError`` for other names or shapes."""
+        super().__init__()
+        check_params(config, params)
+        self.config = config
+        for name, tensor in upcast(params).items():
+            *path, last = name.split(".")
+            at: nn.Module = self
+            for step in path:
+                if step not in at._modules:
+                    at.add_module(step, nn.Module())
+                at = at.get_submodule(step)
+            at.register_parameter(last, nn.Parameter(tensor))
+
+    def forward(
+        self, tokens: Tensor, dropout: float = 0.0, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Logits, as ``forward_train`` gives them."""
+        params = dict(self.named_parameters())
+        return forward_train(self.config, params, tokens, dropout, generator)
 
 
 def _norm(x: Tensor, params: Mapping[str, Tensor], name: str) -> Tensor:

@@ -45,9 +45,8 @@ def resume_point(ledger: Ledger, config: JobConfig) -> Start:
 
 def first_bundle(config: JobConfig, attempt: str) -> dict[str, Any]:
     """Save the bundle of iteration 0: the base policy, its masters and a fresh optimizer."""
-    from shiftbook.jobs.optimizer import AdamState, masters_of
+    from shiftbook.jobs.optimizer import Adam, masters_of
     from shiftbook.jobs.policy_file import load_policy
-    from shiftbook.jobs.trainer import optimizer_tensors
 
     path = Path(config.base_policy)
     policy = load_policy(path)
@@ -66,7 +65,7 @@ def first_bundle(config: JobConfig, attempt: str) -> dict[str, Any]:
         {
             "model": policy,
             "masters": masters,
-            "optimizer": optimizer_tensors(AdamState.fresh(masters)),
+            "optimizer": Adam(masters).tensors(masters),
         },
         external={"reference": external_part(path, kind="reference", root_dir=config.bundles)},
     )

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
 from shiftbook.checkpoint.bundle import external_part, restore_bundle, save_bundle
-from shiftbook.checkpoint.compare import root
-from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.checkpoint.elastic import Place, VirtualRanks
+from shiftbook.checkpoint.elastic_move import join_group
 from shiftbook.checkpoint.live import LiveSnapshot
 from shiftbook.checkpoint.manifest import load_manifest
-from shiftbook.checkpoint.virtual_ranks import (
-    GradientAccumulator,
-    VirtualRankPlan,
-    all_reduce_tree,
-)
+from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 from shiftbook.jobs.components import one_thread
 from shiftbook.jobs.errors import JobError, TrainingError
-from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, group_gradient
-from shiftbook.jobs.model import ModelConfig, parameter_shapes
-from shiftbook.jobs.optimizer import AdamState, apply_update, publish
+from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss
+from shiftbook.jobs.model import ModelConfig
+from shiftbook.jobs.optimizer import publish
+from shiftbook.jobs.trainer_state import TrainerState, make_trainer
 from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loaded
 from shiftbook.scheduler.workers.host import HostSpec
 from shiftbook.scheduler.workers.transfer import fetch, offer
@@ -35,57 +30,9 @@ GROUP_LIMIT_S = 8.0
 """How long a rank waits for the others; a peer that never comes costs this once."""
 
 
-def optimizer_tensors(adam: AdamState) -> dict[str, Tensor]:
-    """Moments by ``exp_avg.NAME`` and ``exp_avg_sq.NAME``."""
-    return {
-        **{f"exp_avg.{name}": tensor for name, tensor in adam.exp_avg.items()},
-        **{f"exp_avg_sq.{name}": tensor for name, tensor in adam.exp_avg_sq.items()},
-    }
-
-
-def adam_from(tensors: Mapping[str, Tensor], step: int) -> AdamState:
-    """The optimizer state that ``optimizer_tensors`` laid out, with tensors of its own."""
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(prefix): tensor.clone()
-            for name, tensor in tensors.items()
-            if name.startswith(prefix)
-        }
-
-    return AdamState(step, part("exp_avg."), part("exp_avg_sq."))
-
-
-@dataclass
-class TrainerState:
-    """All that one rank holds."""
-
-    masters: dict[str, Tensor]
-    adam: AdamState
-    policy: dict[str, Tensor]
-    version: int
-    iteration: int
-    accumulator: GradientAccumulator
-    layout: Layout
-    group: Any
-    """Process group; None for a world of one."""
-
-    def parts(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors by part, as a bundle has them."""
-        return {
-            "model": self.policy,
-            "masters": self.masters,
-            "optimizer": optimizer_tensors(self.adam),
-        }
-
-    def roots(self) -> dict[str, str]:
-        """Root fingerprint of each part, from the live tensors."""
-        return {part: root(fingerprint_tensors(ts)) for part, ts in self.parts().items()}
-
-
-def _accumulator_snapshots(accumulator: GradientAccumulator) -> dict[int, LiveSnapshot]:
+def _accumulator_snapshots(ranks: VirtualRanks) -> dict[int, LiveSnapshot]:
     """A live snapshot of each virtual rank's half-done sum."""
-    whole = accumulator.snapshot()
+    whole = ranks.accumulator.snapshot()
     rest = {name: value for name, value in whole.items() if name != "ranks"}
     return {
         rank: LiveSnapshot.take(
@@ -109,7 +56,7 @@ class TrainerWorker:
         self._replica = spec.replica
         self._seed = int(config["seed"])
         self._model = ModelConfig(**config.get("model", {}))
-        self._loss = GrpoConfig(**config.get("loss", {}))
+        self._loss = GrpoLoss(GrpoConfig(**config.get("loss", {})), self._seed)
         self._plan = VirtualRankPlan(config["virtual_ranks"], config["groups"])
         self._base = Path(config["base_policy"])
         self._state: TrainerState | None = None
@@ -129,17 +76,16 @@ class TrainerWorker:
 
     def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
         """Join the layout's group and build the state for it from a bundle or live snapshots."""
-        group = self._join(layout, payload["store"])
-        accumulator = GradientAccumulator(self._plan, layout.world, layout.rank)
+        place = Place(layout.rank, layout.world, self._join(layout, payload["store"]))
         if "bundle" in payload:
-            state, moved = self._from_bundle(layout, group, accumulator, Path(payload["bundle"]))
+            state, moved = self._from_bundle(layout, place, Path(payload["bundle"]))
             parts = {"bundle": moved}
             self._loaded_after = "move" if payload.get("reboot") else "restore"
         else:
-            state, parts = self._from_snapshots(layout, group, accumulator, payload["snapshots"])
+            state, parts = self._from_snapshots(layout, place, payload["snapshots"])
         self._incoming = state
         prints = state.roots()
-        for rank, snapshot in _accumulator_snapshots(accumulator).items():
+        for rank, snapshot in _accumulator_snapshots(state.ranks).items():
             prints[f"accumulator/{rank}"] = snapshot.root
         return Loaded(prints, sum(parts.values()), parts)
 
@@ -149,67 +95,68 @@ class TrainerWorker:
         host, port = store
         limit = timedelta(seconds=GROUP_LIMIT_S)
         shared = dist.TCPStore(host, port, is_master=False, timeout=limit)
-        named = dist.PrefixStore(layout.generation, shared)
-        return dist.ProcessGroupGloo(named, layout.rank, layout.world, limit)
+        return join_group(
+            shared, layout.generation, layout.rank, layout.world, limit_s=GROUP_LIMIT_S
+        )
 
-    def _from_bundle(
-        self, layout: Layout, group: Any, accumulator: GradientAccumulator, path: Path
-    ) -> tuple[TrainerState, int]:
+    def _from_bundle(self, layout: Layout, place: Place, path: Path) -> tuple[TrainerState, int]:
         manifest = load_manifest(path)
         parts = restore_bundle(path, ["model", "masters", "optimizer"])
         size = sum(t.nbytes for tensors in parts.values() for t in tensors.values())
-        order = list(parameter_shapes(self._model))
-        state = TrainerState(
-            masters={name: parts["masters"][name] for name in order},
-            adam=adam_from(parts["optimizer"], int(manifest.scheduler["step"])),
-            policy={name: parts["model"][name] for name in order},
-            version=manifest.policy_version,
-            iteration=manifest.iteration,
-            accumulator=accumulator,
-            layout=layout,
-            group=group,
+        ranks = self._made(
+            place,
+            policy=parts["model"],
+            masters=parts["masters"],
+            moments=parts["optimizer"],
+            updates=int(manifest.scheduler["step"]),
         )
-        return state, size
+        return TrainerState(ranks, manifest.policy_version, manifest.iteration, layout), size
+
+    def _made(self, place: Place, **state: Any) -> VirtualRanks:
+        return make_trainer(
+            state.pop("policy"),
+            self._model,
+            self._loss,
+            virtual_ranks=self._plan.virtual_ranks,
+            groups=self._plan.groups_per_iteration,
+            place=place,
+            **state,
+        )
 
     def _from_snapshots(
-        self,
-        layout: Layout,
-        group: Any,
-        accumulator: GradientAccumulator,
-        snapshots: Mapping[str, Mapping[str, Any]],
+        self, layout: Layout, place: Place, snapshots: Mapping[str, Mapping[str, Any]]
     ) -> tuple[TrainerState, dict[str, int]]:
         own = self._state
         moved = {"state": 0, "accumulators": 0}
         if own is not None:
-            masters, adam, policy = own.masters, own.adam, own.policy
-            version, iteration = own.version, own.iteration
+            ranks, version, iteration = own.ranks, own.version, own.iteration
         else:
             offered = next(iter(snapshots.values()))
             snapshot: LiveSnapshot = fetch(offered["state"])
             snapshot.check()
             moved["state"] = snapshot.nbytes
-            order = list(parameter_shapes(self._model))
-            masters = {n: snapshot.tensors["masters"][n].clone() for n in order}
-            adam = adam_from(snapshot.tensors["optimizer"], offered["step"])
-            policy = publish(masters)
+            masters = snapshot.tensors["masters"]
+            ranks = self._made(
+                place,
+                policy=publish(masters),
+                masters=masters,
+                moments=snapshot.tensors["optimizer"],
+                updates=offered["step"],
+            )
             version, iteration = snapshot.policy_version, snapshot.iteration
             self._loaded_after = "move"
-        held = own.accumulator.snapshot()["ranks"] if own is not None else {}
+        held = own.ranks.accumulator.snapshot() if own is not None else {"ranks": {}}
         pieces = []
         for rank in self._block(layout):
-            if rank in held:
-                assert own is not None
-                whole = own.accumulator.snapshot()
-                pieces.append({**whole, "ranks": {rank: whole["ranks"][rank]}})
+            if rank in held["ranks"]:
+                pieces.append({**held, "ranks": {rank: held["ranks"][rank]}})
                 continue
             source = next(s for s in snapshots.values() if rank in s["ranks"])
             piece: LiveSnapshot = fetch(source["ranks"][rank])
             piece.check()
             moved["accumulators"] += piece.nbytes
             pieces.append(dict(piece.accumulators))
-        accumulator.restore(pieces)
-        state = TrainerState(masters, adam, policy, version, iteration, accumulator, layout, group)
-        return state, moved
+        return TrainerState(ranks.at(place, pieces), version, iteration, layout), moved
 
     def activate(self) -> None:
         """Use what was prepared."""
@@ -231,13 +178,13 @@ class TrainerWorker:
         live = LiveSnapshot.take(
             policy_version=state.version,
             iteration=state.iteration,
-            tensors={"masters": state.masters, "optimizer": optimizer_tensors(state.adam)},
+            tensors={part: state.parts()[part] for part in ("masters", "optimizer")},
         )
-        ranks = _accumulator_snapshots(state.accumulator)
+        ranks = _accumulator_snapshots(state.ranks)
         prints = state.roots() | {f"accumulator/{r}": s.root for r, s in ranks.items()}
         return {
             "state": offer(live),
-            "step": state.adam.step,
+            "step": state.adam.updates,
             "ranks": {rank: offer(snapshot) for rank, snapshot in ranks.items()},
             "fingerprints": prints,
             "version": state.version,
@@ -258,11 +205,8 @@ class TrainerWorker:
         key, batch = self._groups.pop(0)
         assert isinstance(key, tuple)
         index = int(key[1])
-        if index not in state.accumulator.groups_in:
-            one = group_gradient(
-                state.policy, batch, state.iteration, self._seed, self._loss, self._model
-            )
-            state.accumulator.add(index, one.flat, one.tokens, one.stats, one.uids)
+        if index not in state.ranks.accumulator.groups_in:
+            state.ranks.add(index, (batch, state.iteration), batch.uids)
         return [Answer(key, {"replica": self._replica}, time.time())]
 
     def has_work(self) -> bool:
@@ -291,13 +235,13 @@ class TrainerWorker:
         for state in (self._state, self._incoming):
             if state is not None:
                 tensors = [t for part in state.parts().values() for t in part.values()]
-                total += sum(t.nbytes for t in tensors) + state.accumulator.resident_bytes()
+                total += sum(t.nbytes for t in tensors) + state.ranks.accumulator.resident_bytes()
         return total
 
     def load(self) -> dict[str, float]:
         """Groups in hand and in the update."""
         state = self._state
-        done = len(state.accumulator.groups_in) if state is not None else 0
+        done = len(state.ranks.accumulator.groups_in) if state is not None else 0
         return {"running": 0, "waiting": len(self._groups), "groups_in": done}
 
     def first_use(self) -> dict[str, Any] | None:
@@ -311,7 +255,7 @@ class TrainerWorker:
         if method == "save":
             return self._save(**arguments)
         if method == "forget":
-            self._held().accumulator.reset()
+            self._held().ranks.accumulator.reset()
             self._groups.clear()
             return None
         raise JobError(f"expected update, save or forget, found {method!r}")
@@ -327,26 +271,22 @@ class TrainerWorker:
         if version != state.version + 1:
             raise TrainingError(f"expected an update to {state.version + 1}, asked for {version}")
         before = state.roots()
-        total = all_reduce_tree(state.accumulator.local_sums(), state.group)
-        info = apply_update(
-            state.masters, state.adam, total.flat, total.tokens, learning_rate, clip_norm
-        )
-        state.policy = publish(state.masters)
+        state.ranks.clip_norm = clip_norm
+        report = state.ranks.update(learning_rate)
         state.version = version
         state.iteration += 1
-        state.accumulator.reset()
         after, self._loaded_after = self._loaded_after, None
         return {
             "before": before,
             "after": state.roots(),
-            "step": state.adam.step,
-            "tokens": total.tokens,
-            "loss": total.stats["loss_sum"] / total.tokens,
-            "kl": total.stats["kl_sum"] / total.tokens,
-            "grad_norm": info.grad_norm,
-            "clipped": info.grad_norm > clip_norm,
-            "learning_rate": info.lr,
-            "weights": state.policy if state.layout.rank == 0 else None,
+            "step": state.adam.updates,
+            "tokens": report.weight,
+            "loss": report.loss,
+            "kl": report.stats["kl_sum"] / report.weight,
+            "grad_norm": report.grad_norm,
+            "clipped": report.clipped,
+            "learning_rate": learning_rate,
+            "weights": state.parts()["model"] if state.layout.rank == 0 else None,
             "block": list(self._block(state.layout)),
             "first_use_after": after,
         }
@@ -359,7 +299,7 @@ class TrainerWorker:
             self._reference = external_part(self._base, kind="reference", root_dir=root_dir)
         fields = fields | {
             "policy_version": state.version,
-            "scheduler": {"step": state.adam.step},
+            "scheduler": {"step": state.adam.updates},
         }
         saved = save_bundle(
             root_dir, fields, state.parts(), external={"reference": self._reference}

@@ -127,9 +127,8 @@ def working(what: str) -> Iterator[None]:
 
 def known_job(ledger: Ledger, job: str) -> str:
     """Return the job's name; raise UnknownJob where no event carries it."""
-    known = ledger.jobs()
-    if job not in known:
-        raise UnknownJob(job, known)
+    if next(ledger.rows(job=job, limit=1), None) is None:
+        raise UnknownJob(job, ledger.jobs())
     return job
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shiftbook.ledger.envelope import StoredEvent
-from shiftbook.ledger.state import LedgerState
+from shiftbook.ledger.state import JobState, LedgerState
 
 NAMED = ("component", "bottleneck_before", "bottleneck_after", "source", "target")
 LISTED = ("components", "stalls")
@@ -24,25 +24,30 @@ class Concerns:
     """Reallocations that change the component's devices."""
 
     @classmethod
-    def of(cls, state: LedgerState, component: str) -> Concerns:
-        """Collect the component's replicas over all jobs of a ledger."""
+    def of(cls, state: LedgerState, component: str, job: str | None = None) -> Concerns:
+        """Collect the component's replicas over one job, or over all jobs of a ledger."""
         names: set[str] = set()
         moves: set[str] = set()
-        for job in state.jobs.values():
-            topologies = [job.topology]
-            if job.opened is not None:
-                topologies.append(job.opened.topology)
-            for operation in job.operations.values():
-                before, after = operation.before, operation.after
-                topologies += [before, after]
-                if before.replicas(component) != after.replicas(component):
-                    moves.add(operation.operation)
-            for topology in topologies:
-                names.update(replica.name for replica in topology.replicas(component))
-            names.update(
-                name for name, replica in job.replicas.items() if replica.component == component
-            )
+        jobs = state.jobs.values() if job is None else [state.job(job)]
+        for job_state in jobs:
+            cls._collect(job_state, component, names, moves)
         return cls(component, frozenset(names), frozenset(moves))
+
+    @staticmethod
+    def _collect(job: JobState, component: str, names: set[str], moves: set[str]) -> None:
+        topologies = [job.topology]
+        if job.opened is not None:
+            topologies.append(job.opened.topology)
+        for operation in job.operations.values():
+            before, after = operation.before, operation.after
+            topologies += [before, after]
+            if before.replicas(component) != after.replicas(component):
+                moves.add(operation.operation)
+        for topology in topologies:
+            names.update(replica.name for replica in topology.replicas(component))
+        names.update(
+            name for name, replica in job.replicas.items() if replica.component == component
+        )
 
     def event(self, event: StoredEvent) -> bool:
         """Say whether an event names the component or a replica, or belongs to a move of it."""

@@ -11,13 +11,18 @@ import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shiftbook.ledger.checks import Check, Status
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import MissingExtra, ShiftbookError
+
+if TYPE_CHECKING:
+    from shiftbook.ledger.ledger import Ledger
 
 GIB = 1 << 30
 LEAST_CORES = 2
@@ -28,11 +33,20 @@ SUPPORTED_PYTHON = (3, 11)
 CLOCK_TOLERANCE_S = 1.0
 CLUSTER_TIMEOUT_S = 0.5
 
+SEARCHED_EVENTS = 10_000
+"""Newest events among which steps of a clock are looked for: some 50 ms."""
+
+PROMISED_EVENTS = 1_000
+"""Events after the last signed head at most; the signer signs that often, and when it closes."""
+
 FIRST_BAD_SQLITE, FIRST_GOOD_SQLITE = (3, 7, 0), (3, 51, 3)
 """SQLite in between may lose commits when two connections write and checkpoint at once."""
 
 NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "ceph", "fuse.gluster", "fuse.sshfs")
 """Kinds of mount on which file locks and write-ahead logs of SQLite are not to be trusted."""
+
+MOUNTS = Path("/proc/self/mountinfo")
+"""Where the kernel lists mounts, see proc_pid_mountinfo(5)."""
 
 EXTRAS = {
     "job": ("torch", "ray", "numba", "numpy", "safetensors"),
@@ -254,7 +268,8 @@ def _folder_of(ledger_url: str) -> Path | None:
     """The nearest folder that exists above an SQLite ledger; None for other stores."""
     if not ledger_url.startswith("sqlite:///"):
         return None
-    folder = Path(ledger_url.removeprefix("sqlite:///")).absolute().parent
+    # Where the file really is: SQLite keeps its log beside that, and not beside a link to it.
+    folder = Path(ledger_url.removeprefix("sqlite:///")).resolve().parent
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
@@ -279,7 +294,7 @@ def check_file_system(folder: Path) -> Check:
 def mount_kind(folder: Path) -> str | None:
     """Kind of the file system that a folder stands on; None where the system does not say."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines()
+        lines = MOUNTS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
     best, kind = -1, None
@@ -328,6 +343,8 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
             jobs = ledger.jobs()
             leaf = head.leaf.hex()[:16] if head.leaf else "none"
             last_ns = ledger.event(head.size - 1).recorded_ns if head.size else None
+            steps = list(backward_steps(ledger))
+            signed = signed_events(ledger)
             ledger.state()
     except ShiftbookError as error:
         said = " ".join(str(error).split())
@@ -340,6 +357,10 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
         yield Check("ledger access", "warning", f"{path} may only be read", f"chmod u+w {path}")
     if last_ns is not None:
         yield check_clock(last_ns, time.time_ns() if now_ns is None else now_ns)
+    if steps:
+        yield check_steps(steps)
+    if signed is not None:
+        yield check_unsigned(head.size, signed)
 
 
 def _shown(url: str) -> str:
@@ -359,4 +380,56 @@ def check_clock(last_ns: int, now_ns: int) -> Check:
         "wrong",
         f"{behind_s:.0f} s behind the ledger's last event",
         "sudo timedatectl set-ntp true (or: sudo chronyc makestep)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardStep:
+    """An event that was recorded, by its writer's clock, before the one that it follows."""
+
+    position: int
+    writer: str
+    back_s: float
+
+
+def backward_steps(ledger: Ledger) -> Iterator[BackwardStep]:
+    """Steps back of more than the tolerance among the newest events, oldest first."""
+    before_ns: int | None = None
+    for event in ledger.read(max(-1, ledger.head().size - 1 - SEARCHED_EVENTS)):
+        back_s = 0.0 if before_ns is None else (before_ns - event.recorded_ns) / 1e9
+        if back_s > CLOCK_TOLERANCE_S:
+            yield BackwardStep(event.position, event.writer, back_s)
+        before_ns = event.recorded_ns
+
+
+def check_steps(steps: list[BackwardStep]) -> Check:
+    """A clock was set back, or the clocks of two machines differ; durations then tell nothing."""
+    worst = max(steps, key=lambda step: step.back_s)
+    return Check(
+        "clock steps",
+        "warning",
+        f"{len(steps)} steps back among the last {SEARCHED_EVENTS} events, the longest "
+        f"{worst.back_s:.0f} s at position {worst.position} (writer {worst.writer})",
+        f"shiftbook show {worst.position}; on that writer's machine: sudo timedatectl set-ntp true",
+    )
+
+
+def signed_events(ledger: Ledger) -> int | None:
+    """Events that the last signed head covers; None where this ledger's heads are not signed."""
+    tree = getattr(ledger, "tree", None)
+    head = tree().last_head() if callable(tree) else None
+    return None if head is None else int(head.size)
+
+
+def check_unsigned(size: int, signed: int) -> Check:
+    """What stands after the last signed head could be changed unnoticed."""
+    tail = size - signed
+    found = f"{tail} events after the last signed head, at most {PROMISED_EVENTS} are promised"
+    if tail <= PROMISED_EVENTS:
+        return Check("unsigned tail", "ok", found)
+    return Check(
+        "unsigned tail",
+        "wrong",
+        found,
+        "shiftbook sign --key KEYFILE (once; with --follow until it is stopped)",
     )

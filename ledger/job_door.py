@@ -144,8 +144,9 @@ class JobDoor(Door):
         """Enter safe mode: the last valid topology stays, and only restoring moves are allowed.
 
         Moves that have not begun are abandoned; one that has quiesced finishes or rolls back.
-        None where the job was in safe mode already.
+        None where the job was in safe mode already. Raise InvalidInput without a reason.
         """
+        _needs_reason(reason)
 
         def decide(state: LedgerState) -> Decision | None:
             current = _open(state, job)
@@ -159,8 +160,10 @@ class JobDoor(Door):
     def thaw(self, job: str, *, by: str, reason: str) -> Receipt | None:
         """Leave safe mode; ``by`` is ``operator``, ``operator:NAME`` or a rule the plan declares.
 
-        None where the job was not in safe mode. Raise IllegalStep for anybody else.
+        None where the job was not in safe mode. Raise IllegalStep for anybody else, InvalidInput
+        without a reason.
         """
+        _needs_reason(reason)
 
         def decide(state: LedgerState) -> Decision | None:
             if _open(state, job).safe_mode is None:
@@ -197,8 +200,10 @@ class JobDoor(Door):
     def lift_quarantine(self, job: str, operation: str, *, by: str, reason: str) -> Receipt | None:
         """Let the devices that a move poisoned be used again; an operator says why that is safe.
 
-        None where they are in quarantine no more. Raise IllegalStep for anybody but an operator.
+        None where they are in quarantine no more. Raise IllegalStep for anybody but an operator,
+        InvalidInput without a reason.
         """
+        _needs_reason(reason)
 
         def decide(state: LedgerState) -> Decision | None:
             devices = tuple(sorted(d for d, by in state.quarantine.items() if by == operation))
@@ -231,6 +236,11 @@ def fail_open_sync(job: JobState, reason: str) -> list[Draft]:
 def enter_safe_mode(job: JobState, by: str, reason: str) -> Draft:
     """Event that freezes the topology in force."""
     return Draft(SafeModeEntered(reason=reason, by=by, topology=job.topology))
+
+
+def _needs_reason(reason: str) -> None:
+    if not reason.strip():
+        raise InvalidInput('expected a reason, found none; say why: --reason "..."')
 
 
 def _open(state: LedgerState, job: str) -> JobState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from shiftbook.ledger.envelope import Draft, seal
 from shiftbook.ledger.errors import IllegalStep
 from shiftbook.ledger.legality import check
 from shiftbook.ledger.receipt import Decision
-from shiftbook.ledger.state import LedgerState
+from shiftbook.ledger.state import JobState, LedgerState
 
 
 def lawful(state: LedgerState, job: str, drafts: Sequence[Draft]) -> Decision:
@@ -44,9 +45,10 @@ def lawful(state: LedgerState, job: str, drafts: Sequence[Draft]) -> Decision:
 
 def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerState:
     """Copy a state as deep as events of one job that name these operations can change it."""
-    jobs = dict(state.jobs)
-    if name in jobs:
-        job = jobs[name]
+    # Only this job is copied: the others are not even looked at, which could mean folding them.
+    jobs = ChainMap[str, JobState]({}, state.jobs)
+    job = state.jobs.get(name)
+    if job is not None:
         jobs[name] = replace(
             job,
             attempts=dict(job.attempts),
@@ -57,6 +59,7 @@ def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerSt
                 for k, v in job.syncs.items()
             },
             replicas={k: replace(v) for k, v in job.replicas.items()},
+            engines=dict(job.engines),
             bundles=dict(job.bundles),
             pending_amendments=set(job.pending_amendments),
         )

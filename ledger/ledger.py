@@ -16,8 +16,10 @@ from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.envelope import Draft, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent, LedgerError, UnknownPosition
 from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.folding import Folding
 from shiftbook.ledger.group_commit import GroupCommit, Item, Request
 from shiftbook.ledger.receipt import Decision, Head, Receipt
+from shiftbook.ledger.snapshots import Snapshots
 from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.store import Store
 from shiftbook.ledger.tables import StoredRow
@@ -25,6 +27,11 @@ from shiftbook.ledger.transaction import Transaction
 from shiftbook.ledger.tree import Tree
 
 __all__ = ["Decision", "Head", "Ledger", "Receipt"]
+
+CLOCK_MARGIN_S = 60
+"""Clocks of writers may differ by so much without an event being missed by its time."""
+
+_MARGIN_NS = CLOCK_MARGIN_S * 1_000_000_000
 
 
 def _default_writer() -> str:
@@ -208,11 +215,47 @@ class Ledger:
             reverse=reverse,
         )
 
+    def pages(self, after: int = -1, *, until: int) -> Iterator[list[tuple[int, bytes]]]:
+        """Positions and stored bytes alone of a stretch of events, thousands at a time.
+
+        The stretch ends at ``until`` or at the head.
+        """
+        return self._store.pages(after, until)
+
     def event(self, position: int) -> StoredEvent:
         """Event at a position; raise UnknownPosition where there is none."""
         for row in self._store.rows(position - 1, position, limit=1):
             return row.event()
         raise UnknownPosition(position, self._store.head().size)
+
+    def span(
+        self, after: int, since_ns: int | None, until_ns: int | None
+    ) -> tuple[int, int | None]:
+        """Narrow a stretch of positions to those recorded in a time, without reading it.
+
+        Returns ``(after, until)``. Positions are in the order of their recording, so a search by
+        halves finds both ends; a margin of CLOCK_MARGIN_S at each leaves room for clocks that
+        differ, so a filter by the exact time is still to follow. Where a clock was set back by
+        more than that, events that it had dated ahead may be left out.
+        """
+        last = self._store.head().size - 1
+        until: int | None = None
+        if until_ns is not None:
+            until = last = self._recorded_from(after, last, until_ns + _MARGIN_NS) - 1
+        if since_ns is not None:
+            after = max(after, self._recorded_from(after, last, since_ns - _MARGIN_NS) - 1)
+        return after, until
+
+    def _recorded_from(self, after: int, last: int, ns: int) -> int:
+        """First position after ``after`` that was recorded at ``ns`` or later, else last + 1."""
+        low, high = after + 1, last + 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.event(middle).recorded_ns < ns:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     def follow(
         self,
@@ -247,24 +290,26 @@ class Ledger:
         return self._store.head()
 
     def state(self) -> LedgerState:
-        """State folded to the head; kept by handle and thread, and not to be changed."""
+        """State folded to the head; kept by handle and thread, and not to be changed.
+
+        Jobs are folded when they are looked at, from their snapshots where these are sound.
+        """
         return self._fold(None)
 
     def _fold(self, size: int | None) -> LedgerState:
         # Each thread folds its own state, so none changes while another looks at it.
-        state: LedgerState | None = getattr(self._folded, "state", None)
-        if state is None:
-            state = self._folded.state = LedgerState()
+        folding: Folding | None = getattr(self._folded, "folding", None)
+        if folding is None:
+            snapshots = Snapshots.beside(self._store.dialect)
+            folding = Folding(self._store.rows, self._store.jobs, snapshots)
+            self._folded.folding = folding
         size = self._store.head().size if size is None else size
-        if state.size < size:
-            try:
-                for row in self._store.rows(state.position, size - 1):
-                    state.apply(row.event())
-            except BaseException:
-                # Half an event may have been taken in; the next call folds from the start.
-                self._folded.state = None
-                raise
-        return state
+        try:
+            return folding.advance(size)
+        except BaseException:
+            # Half an event may have been taken in; the next call begins anew.
+            self._folded.folding = None
+            raise
 
     def beside(self, suffix: str) -> Path:
         """A file or folder of this machine that belongs to this ledger, see ``Dialect.beside``."""

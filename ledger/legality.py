@@ -290,6 +290,8 @@ def _sync_step(
     )
     if event.version != known.version:
         return Violation("sync-version", f"version {known.version}", f"version {event.version}")
+    if isinstance(event, sync.WeightSyncDelivered) and event.target not in known.targets:
+        return Violation("sync-target", f"one of {', '.join(known.targets)}", event.target)
     return None
 
 

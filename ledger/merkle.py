@@ -64,6 +64,25 @@ class CompactRange:
                 self._on_node(level // TILE_HEIGHT, left, node)
         edge.append(node)
 
+    def extend(self, count: int, edge: Iterable[bytes]) -> None:
+        """Add ``count`` leaves by their own right edge, as ``edge_of`` gives it.
+
+        ``size`` is a multiple of the largest of its subtrees. ``on_node`` is not called for what
+        lies inside one of them, nor for these themselves.
+        """
+        for node in edge:
+            level = count.bit_length() - 1
+            count -= 1 << level
+            left = self.size >> level
+            self.size += 1 << level
+            while left & 1:
+                node = node_hash(self.edge.pop(), node)
+                left >>= 1
+                level += 1
+                if not level % TILE_HEIGHT and self._on_node is not None:
+                    self._on_node(level // TILE_HEIGHT, left, node)
+            self.edge.append(node)
+
     def root(self) -> bytes:
         """Root over all leaves so far."""
         if not self.edge:

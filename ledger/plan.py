@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +17,55 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+MAX_SHARES = 100_000
+"""Largest sum of a stage's shares: the draws within which they hold exactly."""
+
+
+class SourcePlan(_Part):
+    """One source of prompts; sources follow one another in the indices of the data set."""
+
+    name: str = Field(min_length=1)
+    size: int = Field(ge=1)
+
+
+class StagePlan(_Part):
+    """A stage of the curriculum: from which draw on it holds, and the sources' shares."""
+
+    start: int = Field(ge=0, description="ordinal of its first draw")
+    shares: dict[str, int] = Field(description="draws by source, of each sum of them")
+
+    @model_validator(mode="after")
+    def _something_is_drawn(self) -> StagePlan:
+        if min(self.shares.values(), default=-1) < 0 or not (
+            1 <= sum(self.shares.values()) <= MAX_SHARES
+        ):
+            raise ValueError(
+                f"shares must be whole numbers of at least 0 that add up to 1 … {MAX_SHARES}, "
+                f"found {self.shares}"
+            )
+        return self
+
+
+class MixturePlan(_Part):
+    """Sources, and in which shares each stage draws from them."""
+
+    sources: tuple[SourcePlan, ...] = Field(min_length=1)
+    stages: tuple[StagePlan, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _stages_follow_and_name_sources(self) -> MixturePlan:
+        names = [source.name for source in self.sources]
+        starts = [stage.start for stage in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"sources must have names of their own, found {names}")
+        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+            raise ValueError(f"stages must begin at draw 0 and follow one another, found {starts}")
+        unknown = sorted({name for stage in self.stages for name in stage.shares} - set(names))
+        if unknown:
+            raise ValueError(f"shares must be of declared sources, found {unknown}")
+        return self
+
+
 class DataPlan(_Part):
     """Where samples come from and in which order."""
 
@@ -24,6 +74,9 @@ class DataPlan(_Part):
     dataset_size: int = Field(ge=1)
     sampler_rule: str
     seed: int
+    mixture: MixturePlan | None = Field(
+        default=None, description="of rule mixture-v1: sources, shares and stages"
+    )
     epochs: int = Field(default=1, ge=1)
     rng_keys: tuple[str, ...] = ("job_seed", "uid", "turn", "position")
     first_streams: dict[str, str] = Field(
@@ -32,6 +85,16 @@ class DataPlan(_Part):
     shared_streams: tuple[tuple[str, ...], ...] = Field(
         default=(), description="owners whose random states are equal on purpose, group by group"
     )
+
+    @model_validator(mode="after")
+    def _the_mixture_is_of_this_data_set(self) -> DataPlan:
+        if (self.mixture is not None) != (self.sampler_rule == "mixture-v1"):
+            raise ValueError("sampler_rule mixture-v1 and mixture must be declared together")
+        if self.mixture is not None:
+            sizes = sum(source.size for source in self.mixture.sources)
+            if sizes != self.dataset_size:
+                raise ValueError(f"sources have {sizes} prompts, dataset_size {self.dataset_size}")
+        return self
 
 
 class SamplingPlan(_Part):
@@ -62,6 +125,9 @@ class UpdatePlan(_Part):
     divisor: Literal["tokens", "samples"] = "tokens"
     dealing: Literal["blocks", "any"] = Field(
         default="any", description="groups to virtual ranks: blocks in order of uid, or freely"
+    )
+    reduction: Literal["tree", "unordered"] = Field(
+        default="tree", description="of gradients: one fixed tree, or as they come, within rounding"
     )
     epochs_per_batch: int = Field(default=1, ge=1)
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")
@@ -113,6 +179,7 @@ class TrainingView(_Part):
     engine: str
     engine_dtype: str
     batch_composition: str
+    reduction: str = "tree"
 
     def differences(self, other: TrainingView) -> dict[str, tuple[object, object]]:
         """Fields in which another view differs: ``{field: (here, there)}``."""
@@ -146,6 +213,7 @@ class Plan(_Part):
             engine=self.sampling.engine,
             engine_dtype=self.sampling.engine_dtype,
             batch_composition=self.sampling.batch_composition,
+            reduction=self.update.reduction,
         )
 
     def save(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A ledger's server and role: what doctor looks at, and how the owner makes a role that writes."""
+"""A ledger's server and role: what doctor looks at, and how the owner makes roles for others."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from shiftbook.ledger.errors import InvalidInput, LedgerError
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.postgres import HOLD_S, PostgresDialect
 from shiftbook.ledger.postgres_session import Session
-from shiftbook.ledger.tables import EVENTS, METADATA
+from shiftbook.ledger.tables import APPEND_ONLY, EVENTS, HEADS, METADATA, NODES
 
 CONNECT_S = 5.0
 
 OLDEST_VERSION, BOUNDED_VERSION = 140000, 170000
 """The oldest server that is supported, and the first that can bound a whole transaction."""
 
-WRITTEN = (EVENTS.name,)
-"""Tables that a writer inserts into; it reads the others."""
+WRITER, SIGNER = "writer", "signer"
+
+WRITTEN = {WRITER: (EVENTS.name,), SIGNER: (HEADS.name, NODES.name)}
+"""Tables that a role of either kind inserts into; it reads the others."""
 
 PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER")
-
-TRIGGERS = ("events_insert", "events_change")
 
 EXAMPLE_ROLE = "shiftbook_writer"
 
@@ -50,7 +50,8 @@ def examine_server(url: str) -> Iterator[Check]:
         yield check_version(session.wire.info.server_version)
         yield from check_durability(_defaults(session))
         if dialect.columns(session, EVENTS.name):
-            yield check_triggers(dialect, _triggers(dialect, session))
+            found = _triggers(dialect, session)
+            yield from check_triggers(dialect, found, tables_of(dialect, session))
             yield check_role(dialect, session)
     except psycopg.Error as error:
         said = " ".join(str(dialect.explain(error)).split())
@@ -110,41 +111,56 @@ def check_durability(defaults: dict[str, str]) -> Iterator[Check]:
 
 
 def _triggers(dialect: PostgresDialect, session: Session) -> dict[str, str]:
+    places = [f'"{dialect.schema}"."{name}"' for name in tables_of(dialect, session)]
     rows = session.execute(
-        "SELECT tgname::text, tgenabled::text FROM pg_trigger WHERE tgrelid = to_regclass(%s)",
-        (f'"{dialect.schema}".{EVENTS.name}',),
+        "SELECT tgname::text, tgenabled::text FROM pg_trigger WHERE tgrelid = ANY(%s::regclass[])",
+        (places,),
     )
     return dict(rows.fetchall())
 
 
-def check_triggers(dialect: PostgresDialect, found: dict[str, str]) -> Check:
+def tables_of(dialect: PostgresDialect, session: Session) -> list[str]:
+    """The tables of the ledger that are there, in the order in which they are made."""
+    return [name for name in METADATA.tables if dialect.columns(session, name)]
+
+
+def check_triggers(
+    dialect: PostgresDialect, found: dict[str, str], tables: list[str]
+) -> Iterator[Check]:
     """The triggers stand and fire in every session, also in one that poses as a replica."""
-    table = f"{dialect.schema}.{EVENTS.name}"
-    lacking = [name for name in TRIGGERS if name not in found]
-    if lacking:
-        return Check(
-            "triggers",
-            "wrong",
-            f"{table} lacks {', '.join(lacking)}: events could be changed or cut out",
-            f"shiftbook verify --ledger {dialect.url}; restore the table with its triggers",
-        )
-    off = [name for name in TRIGGERS if found[name] != "A"]
-    if off:
-        enable = ", ".join(f"ENABLE ALWAYS TRIGGER {name}" for name in off)
-        return Check(
-            "triggers",
-            "wrong",
-            f"{', '.join(off)} of {table} do not always fire",
-            f'psql -c "ALTER TABLE {table} {enable}"; shiftbook verify --ledger {dialect.url}',
-        )
-    return Check("triggers", "ok", f"{table} takes what follows, and no change")
+    guarded = [table.name for table in APPEND_ONLY if table.name in tables]
+    sound = True
+    for name in guarded:
+        table = f"{dialect.schema}.{name}"
+        wanted = (f"{name}_insert", f"{name}_change")
+        lacking = [trigger for trigger in wanted if trigger not in found]
+        off = [trigger for trigger in wanted if found.get(trigger, "A") != "A"]
+        if lacking:
+            sound = False
+            yield Check(
+                "triggers",
+                "wrong",
+                f"{table} lacks {', '.join(lacking)}: {name} could be changed or cut out",
+                f"shiftbook verify --ledger {dialect.url}; restore the table with its triggers",
+            )
+        if off:
+            sound = False
+            enable = ", ".join(f"ENABLE ALWAYS TRIGGER {trigger}" for trigger in off)
+            yield Check(
+                "triggers",
+                "wrong",
+                f"{', '.join(off)} of {table} do not always fire",
+                f'psql -c "ALTER TABLE {table} {enable}"; shiftbook verify --ledger {dialect.url}',
+            )
+    if sound:
+        listed = ", ".join(f"{dialect.schema}.{name}" for name in guarded)
+        yield Check("triggers", "ok", f"{listed}: take what follows, and no change")
 
 
 def grants_of(dialect: PostgresDialect, session: Session, role: str) -> dict[str, list[str]]:
     """Privileges of a role by table of the ledger, in the order of PRIVILEGES."""
-    tables = [name for name in METADATA.tables if dialect.columns(session, name)]
     held: dict[str, list[str]] = {}
-    for table in tables:
+    for table in tables_of(dialect, session):
         place = f'"{dialect.schema}"."{table}"'
         row = session.execute(
             f"SELECT {', '.join(['has_table_privilege(%s, %s, %s)'] * len(PRIVILEGES))}",
@@ -179,42 +195,51 @@ def check_role(dialect: PostgresDialect, session: Session, role: str | None = No
             f"{found}; {what} can take the triggers away: let jobs write as another role",
             f"{mend}, then give jobs a URL with {EXAMPLE_ROLE}@",
         )
-    wanted = {table: {"SELECT", *(("INSERT",) if table in WRITTEN else ())} for table in held}
-    lacking = [table for table, rights in held.items() if "SELECT" not in rights]
-    if lacking:
-        return Check("role", "wrong", f"{found}; {name} may not read", _mend(dialect, name))
+    inserts = {table for table, rights in held.items() if "INSERT" in rights}
+    signs = not inserts.isdisjoint(WRITTEN[SIGNER]) and inserts.isdisjoint(WRITTEN[WRITER])
+    kind = SIGNER if signs else WRITER
+    wanted = {table: {"SELECT", *(("INSERT",) if table in WRITTEN[kind] else ())} for table in held}
+    mend = _mend(dialect, name, kind)
+    if any("SELECT" not in rights for rights in held.values()):
+        return Check("role", "wrong", f"{found}; {name} may not read", mend)
+    lacking = [table for table in WRITTEN[kind] if table not in inserts]
+    if signs and lacking:
+        what = f"{name} may not sign, it lacks INSERT on {', '.join(lacking)}"
+        return Check("role", "wrong", f"{found}; {what}", mend)
     excess = {t: sorted(set(rights) - wanted[t]) for t, rights in held.items()}
     if creates or any(excess.values()):
         more = [f"{', '.join(rights)} on {t}" for t, rights in excess.items() if rights]
         more += [f"CREATE in schema {dialect.schema}"] if creates else []
         return Check(
-            "role", "warning", f"{found}; more than a writer needs: {'; '.join(more)}",
-            _mend(dialect, name),
+            "role", "warning", f"{found}; more than a {kind} needs: {'; '.join(more)}", mend
         )  # fmt: skip
-    writes = all("INSERT" in held[table] for table in WRITTEN)
-    return Check("role", "ok", found if writes else f"{found} (reads only)")
+    does = " (signs)" if signs else " (reads only)" if lacking else ""
+    return Check("role", "ok", found + does)
 
 
-def _mend(dialect: PostgresDialect, role: str) -> str:
-    return f"shiftbook doctor --ledger {dialect.url} --grant {role} (as the owner)"
+def _mend(dialect: PostgresDialect, role: str, kind: str) -> str:
+    more = " --signer" if kind == SIGNER else ""
+    return f"shiftbook doctor --ledger {dialect.url} --grant {role}{more} (as the owner)"
 
 
-def grant_statements(schema: str, tables: list[str], role: str) -> list[str]:
-    """SQL that leaves a role with what a writer needs on these tables, and nothing else."""
+def grant_statements(schema: str, tables: list[str], role: str, kind: str) -> list[str]:
+    """SQL that leaves a role with what its kind needs on these tables, and nothing else."""
     statements = [
         f'REVOKE CREATE ON SCHEMA "{schema}" FROM {role}',
         f'GRANT USAGE ON SCHEMA "{schema}" TO {role}',
     ]
     for table in tables:
-        rights = "SELECT, INSERT" if table in WRITTEN else "SELECT"
+        rights = "SELECT, INSERT" if table in WRITTEN[kind] else "SELECT"
         statements.append(f'REVOKE ALL ON "{schema}"."{table}" FROM PUBLIC, {role}')
         statements.append(f'GRANT {rights} ON "{schema}"."{table}" TO {role}')
     return statements
 
 
-def grant_writer(url: str, role: str) -> list[Check]:
-    """As the owner: make the ledger where there is none, and a role that may only append and read.
+def grant_role(url: str, role: str, kind: str = WRITER) -> list[Check]:
+    """As the owner: make the ledger where there is none, and a role that may do its part alone.
 
+    A WRITER appends and reads, a SIGNER adds heads and nodes and reads; what the role had before
+    is taken from it.
     The role is made where there is none, without a password. Raises InvalidInput,
     LedgerUnreachable or what opening a ledger raises.
     """
@@ -231,8 +256,8 @@ def grant_writer(url: str, role: str) -> list[Check]:
         known = session.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,)).fetchone()
         if known is None:
             session.execute(f"CREATE ROLE {role} LOGIN")
-        tables = [name for name in METADATA.tables if dialect.columns(session, name)]
-        for statement in grant_statements(dialect.schema, tables, role):
+        tables = tables_of(dialect, session)
+        for statement in grant_statements(dialect.schema, tables, role, kind):
             session.execute(statement)
         session.execute("COMMIT")
         return [check_role(dialect, session, role)]

@@ -50,6 +50,18 @@ def read_standing(state: LedgerState, name: str) -> Standing:
             }
             for replica in sorted(job.replicas.values(), key=lambda r: (r.component, r.replica))
         ],
+        "engines": [
+            {
+                "target": engine.target,
+                "standing": engine.standing,
+                "version": engine.version,
+                "root": engine.root,
+                "incarnation": engine.incarnation,
+                "reason": engine.reason,
+                "position": engine.position,
+            }
+            for _, engine in sorted(job.engines.items())
+        ],
         "last_bundle": _bundle(job),
         "events": job.version + 1,
         "last_event_ns": job.last_event_ns,
@@ -116,6 +128,10 @@ def standing_text(standing: Standing) -> str:
             f"  replica      {replica['replica']} on {devices}: "
             f"pid {replica['pid']} on {replica['node']}, {replica['incarnation']}, {version}"
         )
+    for engine in standing["engines"]:
+        held = "no version" if engine["version"] is None else f"version {engine['version']}"
+        why = f": {engine['reason']}" if engine["reason"] else ""
+        lines.append(f"  engine       {engine['target']} {engine['standing']}, {held}{why}")
     for operation in standing["open_operations"]:
         lines.append(
             f"  open         {operation['operation']} {operation['status']} since "

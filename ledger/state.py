@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import ValidationError
 
+from shiftbook.ledger import engines
+from shiftbook.ledger.engines import EngineState
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events import job as job_events
@@ -31,6 +33,17 @@ OperationStatus = Literal[
 ]
 CLOSED = frozenset({"rejected", "abandoned", "committed", "rolled_back", "poisoned"})
 RUNNING = frozenset({"granted", "quiesced", "transferred", "verified"})
+
+SHARED_TYPES = frozenset(
+    {
+        "LeaseGranted",
+        "LeaseReleased",
+        "LeaseExpired",
+        "ReallocationPoisoned",
+        "QuarantineLifted",
+    }
+)
+"""Types of event that change what jobs share; all others change the state of their job alone."""
 
 
 @dataclass
@@ -144,6 +157,8 @@ class JobState:
     syncs: dict[str, SyncState] = field(default_factory=dict)
     open_sync: str | None = None
     replicas: dict[str, ReplicaState] = field(default_factory=dict)
+    engines: dict[str, EngineState] = field(default_factory=dict)
+    """Targets of weight syncs in this attempt, with the version that each holds."""
     safe_mode: str | None = None
     """Why the job is in safe mode; None when it is not."""
     frozen: Topology | None = None
@@ -186,7 +201,7 @@ class LedgerState:
     """All jobs, all leases, up to and with ``position``."""
 
     position: int = -1
-    jobs: dict[str, JobState] = field(default_factory=dict)
+    jobs: MutableMapping[str, JobState] = field(default_factory=dict)
     leases: dict[str, LeaseState] = field(default_factory=dict)
     quarantine: dict[str, str] = field(default_factory=dict)
     """Device to the operation that poisoned it."""
@@ -200,14 +215,17 @@ class LedgerState:
         """State of a job; an unopened one where no event names it."""
         return self.jobs.get(name) or JobState(name)
 
-    def apply(self, stored: StoredEvent) -> None:
-        """Take in the next event. Events of unknown type change nothing but the counts."""
+    def apply(self, stored: StoredEvent, event: Event | None = None) -> None:
+        """Take in the next event. Events of unknown type change nothing but the counts.
+
+        ``event`` is its body as parsed, where the caller has parsed it already.
+        """
         job = self.jobs.get(stored.job)
         if job is None:
             job = self.jobs[stored.job] = JobState(stored.job)
         handler = _HANDLERS.get(stored.type)
         if handler is not None:
-            event = stored.parsed()
+            event = event or stored.parsed()
             if type(event).__name__ == stored.type:
                 handler(self, job, stored, event)
         self.position = stored.position
@@ -266,6 +284,7 @@ def _attempt_started(state: LedgerState, job: JobState, stored: StoredEvent, eve
     job.policy_fingerprint = event.policy_fingerprint
     # The processes of the attempt before are not counted on; those that live report again.
     job.replicas.clear()
+    job.engines.clear()
     job.open_sync = None
     # A bundle that a branch of the lineage left behind says nothing about this attempt's state.
     job.last_bundle = job.bundles.get(event.bundle or "")
@@ -316,6 +335,7 @@ def _job_closed(state: LedgerState, job: JobState, stored: StoredEvent, event: E
     job.status = "closed"
     job.closed_position = stored.position
     job.replicas.clear()
+    job.engines.clear()
 
 
 @_on(life.ReplicaStarted)
@@ -324,6 +344,7 @@ def _replica_started(state: LedgerState, job: JobState, stored: StoredEvent, eve
     job.replicas[event.replica] = ReplicaState(
         event.component, event.replica, event.incarnation, event.devices, event.pid, event.node
     )
+    engines.started(job.engines, event.replica, event.incarnation, stored.position)
 
 
 @_on(life.ReplicaLost)
@@ -332,6 +353,7 @@ def _replica_lost(state: LedgerState, job: JobState, stored: StoredEvent, event:
     known = job.replicas.get(event.replica)
     if known is not None and known.incarnation == event.incarnation:
         del job.replicas[event.replica]
+        engines.lost(job.engines, event.replica, event.cause, stored.position)
 
 
 @_on(lease.LeaseGranted)
@@ -443,11 +465,9 @@ def _committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Ev
         job.previous_topology = operation.before
         job.topology = event.after
         placed = {replica.name for _, replica in event.after.walk()}
-        job.replicas = {
-            name: replica
-            for name, replica in job.replicas.items()
-            if name in placed or not replica.devices
-        }
+        gone = {n for n, r in job.replicas.items() if n not in placed and r.devices}
+        job.replicas = {n: r for n, r in job.replicas.items() if n not in gone}
+        job.engines = {n: e for n, e in job.engines.items() if n not in gone}
         job.last_move_ns = stored.recorded_ns
         job.last_move_position = stored.position
 
@@ -496,6 +516,7 @@ def _sync_started(state: LedgerState, job: JobState, stored: StoredEvent, event:
         started_position=stored.position,
     )
     job.open_sync = stored.operation
+    engines.begun(job.engines, event, stored.position)
 
 
 @_on(sync.WeightSyncDelivered)
@@ -504,6 +525,7 @@ def _sync_delivered(state: LedgerState, job: JobState, stored: StoredEvent, even
     current = job.syncs.get(stored.operation or "")
     if current is not None:
         current.delivered[event.target] = event.root
+    engines.delivered(job.engines, event, stored.position)
     replica = job.replicas.get(event.target)
     if replica is not None and replica.incarnation == event.incarnation and not event.differing:
         replica.version = event.version
@@ -520,11 +542,17 @@ def _close_sync(job: JobState, stored: StoredEvent, status: Literal["committed",
 
 @_on(sync.WeightSyncCommitted)
 def _sync_committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, sync.WeightSyncCommitted)
+    engines.committed(job.engines, event, stored.position)
     _close_sync(job, stored, "committed")
 
 
 @_on(sync.WeightSyncFailed)
 def _sync_failed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, sync.WeightSyncFailed)
+    current = job.syncs.get(stored.operation or "")
+    if current is not None:
+        engines.failed(job.engines, event, current.targets, stored.position)
     _close_sync(job, stored, "failed")
 
 

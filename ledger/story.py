@@ -133,6 +133,9 @@ def _weight_sync(
                 "moved_bytes": body["moved_bytes"],
                 "full_bytes": body["full_bytes"],
                 "sync_s": body["sync_s"],
+                "encoding": body.get("encoding"),
+                "transport": body.get("transport"),
+                "nan": body.get("nan"),
             }
             for body in delivered
         ],
@@ -223,6 +226,14 @@ def _candidate_lines(candidates: Sequence[Story]) -> list[str]:
     return lines
 
 
+def _how(item: Story) -> str:
+    """How a version came to its target, as far as it was recorded."""
+    said = [item["encoding"], item["transport"]]
+    if item["nan"]:
+        said.append(f"{item['nan']} NaN")
+    return "".join(f"{word}, " for word in said if word)
+
+
 def _sync_lines(story: Story) -> list[str]:
     base = "none" if story["base_version"] is None else story["base_version"]
     lines = [
@@ -235,7 +246,7 @@ def _sync_lines(story: Story) -> list[str]:
         lines.append(
             f"  delivered    {item['target']}: {size_text(item['moved_bytes'])} of "
             f"{size_text(item['full_bytes'])} in {seconds_text(item['sync_s'])}, "
-            f"{item['fingerprint_of']}, {said}"
+            f"{_how(item)}{item['fingerprint_of']}, {said}"
         )
     for outcome in story["outcomes"]:
         reason = f": {outcome['reason']}" if outcome.get("reason") else ""

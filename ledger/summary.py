@@ -121,7 +121,8 @@ _LINES: dict[str, Callable[[Body], str]] = {
     "GainRealized": _realised,
     "WeightSyncStarted": lambda b: f"version {b['version']} to {' '.join(b['targets'])}",
     "WeightSyncDelivered": lambda b: (
-        f"version {b['version']} at {b['target']}, {size_text(b['moved_bytes'])}, "
+        f"version {b['version']} at {b['target']}, {size_text(b['moved_bytes'])}"
+        f"{' as a patch' if b.get('encoding') == 'patch' else ''}, "
         f"{len(b.get('differing', ()))} tensors differ"
     ),
     "WeightSyncCommitted": lambda b: f"version {b['version']}, stall {seconds_text(b['stall_s'])}",

@@ -37,7 +37,9 @@ BANNED_NAMES = {"utils", "util", "helpers", "helper", "manager", "misc", "common
 LIGHT_CHECKPOINT = (
     "compare",
     "errors",
+    "feed",
     "manifest",
+    "mixture",
     "sampler",
     "shelf",
     "commands",

@@ -101,7 +101,9 @@ def test_entry_points_resolve(wheel: zipfile.ZipFile) -> None:
         assert f"[{group}]" in written
         for name, value in points.items():
             assert f"{name} = {value}" in written
-            assert callable(EntryPoint(name, value, group).load()), value
+            loaded = EntryPoint(name, value, group).load()
+            plugin = group == "pytest11" and callable(loaded.pytest_addoption)
+            assert plugin or callable(loaded), value
 
 
 def test_versions_agree() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +18,8 @@ from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.errors import ArchiveError, InvalidEvent
 from shiftbook.ledger.tables import STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
-from shiftbook.verify.stored import COLUMNS, DamagedPages, RawRow
+from shiftbook.verify.scan_block import COLUMNS, Block, Page
+from shiftbook.verify.stored import DamagedPages, RawRow
 
 
 class DamagedArchive(DamagedPages):
@@ -56,6 +57,14 @@ class ArchivedEvents:
         trace: TracebackType | None,
     ) -> None:
         self.archive.close()
+
+    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+        """None: the file is unpacked as one stream."""
+        yield from ()
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """None: what would be compared with the bytes is made from them."""
+        return iter(())
 
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedArchive."""

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import click
@@ -49,8 +49,12 @@ def _progress() -> Any:
         yield None
         return
 
+    shown = 0
+
     def show(position: int) -> None:
-        if position % 1000 == 0:
+        nonlocal shown
+        if position >= shown + 1000:
+            shown = position
             click.echo(f"\rverified to position {position}", err=True, nl=False)
 
     try:
@@ -102,6 +106,11 @@ def _progress() -> Any:
     is_flag=True,
     help="Judge a live ledger until its jobs close, or until Ctrl-C.",
 )
+@click.option(
+    "--freeze",
+    is_flag=True,
+    help="With --follow: enter safe mode at a job's first finding that should stop it.",
+)
 def verify(
     ledger_argument: str | None,
     ledger_url: str,
@@ -115,12 +124,16 @@ def verify(
     integrity_only: bool,
     record_: bool,
     follow_: bool,
+    freeze: bool,
 ) -> int:
     """Judge a ledger, or the archive in FILE, from its first event to its head.
 
     First the stored bytes (order, hashes, evidence, signed heads), then the invariants. Findings
     say where, what was expected, what was found and what to do; the table at the end says what was
     checked and what was not. Only reads, unless --record is given.
+
+    With --follow --freeze a finding of severity stop is written into the ledger at once and the job
+    enters safe mode: it trains on, and nothing moves until an operator thaws it.
 
     Exit code 0: clean. 1: findings. 2: could not judge, which includes that a required invariant
     was not checked.
@@ -131,6 +144,8 @@ def verify(
 
     if follow_ and until is not None:
         raise click.UsageError("--follow goes on to the end; leave --until away")
+    if freeze and not follow_:
+        raise click.UsageError("--freeze goes with --follow; use `shiftbook freeze JOB` otherwise")
     if integrity_only and (follow_ or job or record_):
         raise click.UsageError("--integrity-only goes with no --follow, --job or --record")
     url = ledger_argument or ledger_url
@@ -138,9 +153,14 @@ def verify(
         raise click.UsageError("a verdict on an archive cannot be recorded in it")
     streaming = format_ == "jsonl" or (follow_ and format_ == "table")
     on_finding = _finding_printer(format_) if streaming else None
-    with _progress() as on_event:
+    with _progress() as on_event, ExitStack() as stack:
         if follow_:
             stop = threading.Event()
+            if freeze:
+                from shiftbook.verify.guard import Guard
+
+                guard = Guard(stack.enter_context(open_book(url, write=True)), also=on_finding)
+                on_finding = guard.on_finding
             with _interrupt_stops(stop):
                 verdict = verdicts.follow(
                     url,

@@ -3,7 +3,12 @@
 ShiftbookError
 └── VerifyError
     ├── NothingToJudge      the ledger, or the range asked for, holds no event of a job
-    └── UnreadableStore     the file cannot be opened as a ledger at all
+    ├── UnreadableStore     the file cannot be opened as a ledger at all
+    └── ReplayError         a job could not be run again, or not as asked
+        ├── TargetNotFound      no module, attribute or ledger there, or no job
+        ├── ReplayFailed        the job itself stopped with an error
+        ├── GoldenInvalid       a golden file is missing, edited, torn, newer or of another job
+        └── NothingRecorded     the ledger holds no training record to compare with
 """
 
 from __future__ import annotations
@@ -21,3 +26,23 @@ class NothingToJudge(VerifyError):
 
 class UnreadableStore(VerifyError):
     """The file is missing, is no database, or is damaged beyond its table of events."""
+
+
+class ReplayError(VerifyError):
+    """A job could not be run again, or not under the conditions asked for."""
+
+
+class TargetNotFound(ReplayError):
+    """The target names no module, file, attribute or ledger that is there, or no job."""
+
+
+class ReplayFailed(ReplayError):
+    """The job itself stopped with an error."""
+
+
+class GoldenInvalid(ReplayError):
+    """A golden file is missing, edited, torn, of a newer form, or of another job."""
+
+
+class NothingRecorded(ReplayError):
+    """The ledger holds no training record to compare with."""

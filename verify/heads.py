@@ -18,6 +18,7 @@ from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.findings import Finding
+from shiftbook.verify.scan_block import Block
 from shiftbook.verify.sources import EventSource
 from shiftbook.verify.stored import DamagedPages
 
@@ -121,6 +122,21 @@ class HeadCheck:
         self._tree.append(leaf)
         if self._tree.size in self._wanted:
             self._roots[self._tree.size] = self._tree.root()
+
+    def take(self, block: Block) -> None:
+        """Take in the hashes of a block, which begins where the last event ended."""
+        for size, edge in block.edges.items():
+            tree = CompactRange(self._tree.size, self._tree.edge)
+            tree.extend(size - block.first, edge)
+            self._roots[size] = tree.root()
+        for level, number, value in block.nodes:
+            self._nodes[level, number] = value
+        self._tree.extend(block.last + 1 - block.first, block.edge)
+
+    @property
+    def sizes(self) -> set[int]:
+        """Numbers of events at which a head stands."""
+        return self._wanted
 
     @property
     def has_key(self) -> bool:

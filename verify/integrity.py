@@ -1,8 +1,14 @@
-"""The first pass: are the stored bytes whole, in order, and the ones that were hashed."""
+"""The first pass: are the stored bytes whole, in order, and the ones that were hashed.
+
+Most ledgers are sound, so pages and blocks are first looked at by scan_block.py, which is fast and
+says yes or no. From the first page on that it does not accept, each row is checked here and what is
+wrong is said in full. Whatever the fast look accepts, this one accepts as well.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +23,9 @@ from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
 from shiftbook.verify.heads import HeadCheck
+from shiftbook.verify.scan_block import COLUMNS, Block, check_page
 from shiftbook.verify.sources import EventSource
-from shiftbook.verify.stored import COLUMNS, DamagedPages, RawRow
+from shiftbook.verify.stored import DamagedPages, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "position": int,
@@ -55,7 +62,7 @@ class IntegrityReport:
 
 
 class Integrity:
-    """Checks rows one after the other; use ``check`` on each, then ``finish``.
+    """Checks rows one after the other; use ``check`` on each, or ``take`` blocks, then ``finish``.
 
     Per row: position gapless from 0; version gapless within its job; sequence gapless within its
     writer; leaf equal to the hash of the bytes; the bytes an envelope with fields of their types;
@@ -94,8 +101,46 @@ class Integrity:
         if self._broken or stored is None:
             return None
         self.report.sound_until, self.report.head = stored.position, row.leaf
-        self._segment(stored)
+        self.segment(stored.position, stored.type, stored.body)
         return stored
+
+    def take(self, block: Block) -> bool:
+        """Take in a block that is sound by itself; False, and nothing is, where it does not fit.
+
+        Hashes and segments are still to be given to ``take_hashes`` and ``segment``.
+        """
+        if self._broken or not block.sound or block.first != self._position + 1:
+            return False
+        pairs = (
+            (self._versions, block.first_versions, block.versions),
+            (self._sequences, block.first_sequences, block.sequences),
+        )
+        for known, first, _ in pairs:
+            if any(number != known.get(name, -1) + 1 for name, number in first.items()):
+                return False
+        for known, _, last in pairs:
+            known.update(last)
+        self._position = self.report.sound_until = block.last
+        self.report.head = block.head
+        count = block.last + 1 - block.first
+        self.report.events += count
+        self._row.checks += count
+        return True
+
+    def take_hashes(self, block: Block, leaves: Sequence[bytes] | None) -> None:
+        """Put the hashes of a block under the heads: by its leaves, else by its subtrees."""
+        if self._heads is None:
+            return
+        if leaves is None:
+            self._heads.take(block)
+            return
+        for leaf in leaves:
+            self._heads.feed(leaf)
+
+    @property
+    def sizes(self) -> Collection[int]:
+        """Numbers of events at which a head stands."""
+        return () if self._heads is None else self._heads.sizes
 
     def damaged(self, damage: DamagedPages) -> None:
         """Report that the store could not go on."""
@@ -242,8 +287,9 @@ class Integrity:
         if stored.cause is not None and not 0 <= stored.cause < at:
             self._flag(at, "a cause before its effect", f"cause {stored.cause}")
 
-    def _segment(self, stored: StoredEvent) -> None:
-        named = stored.body.get("segment")
+    def segment(self, position: int, type_: str, body: dict[str, Any]) -> None:
+        """Check the evidence segment that an event names, if it names one."""
+        named = body.get("segment")
         if not isinstance(named, dict):
             return
         self._evidence.checks += 1
@@ -251,10 +297,10 @@ class Integrity:
             segment = Segment.model_validate(named)
         except ValidationError:
             return  # an event of another shape; legality says what it thinks of it
-        problem = self._source(stored.type, segment).problem
+        problem = self._source(type_, segment).problem
         if problem is not None:
             self._flag(
-                stored.position,
+                position,
                 f"segment {segment.sha256[:16]}… with {segment.rows} rows",
                 problem,
                 "an evidence file was removed, altered, or not copied with the ledger",
@@ -276,9 +322,13 @@ def _wrong_field(value: dict[str, Any]) -> tuple[str, str] | None:
 def sound_events(
     raw: EventSource, integrity: Integrity, until: int | None
 ) -> Iterator[StoredEvent]:
-    """Walk the whole range through the first pass; yields the events before the first damage."""
+    """Walk the range through the first pass; yields the events before the first damage.
+
+    What ``integrity`` has taken in already is left out.
+    """
+    yield from _sound_at_first_sight(raw, integrity, until)
     try:
-        for row in raw.rows(until=until):
+        for row in raw.rows(integrity.last, until):
             stored = integrity.check(row)
             if stored is not None:
                 yield stored
@@ -286,6 +336,53 @@ def sound_events(
         integrity.damaged(damage)
     else:
         check_whole(raw, integrity, until)
+
+
+def _sound_at_first_sight(
+    raw: EventSource, integrity: Integrity, until: int | None
+) -> Iterator[StoredEvent]:
+    try:
+        for page in raw.pages(integrity.last, until):
+            first = integrity.last + 1
+            block = Block(first, first + len(page) - 1)
+            leaves: list[bytes] = []
+            values: list[dict[str, Any]] = []
+            if not check_page(page, block, leaves, values) or not integrity.take(block):
+                return
+            integrity.take_hashes(block, leaves)
+            for row, value in zip(page, values, strict=True):
+                body = value.pop("body")
+                for name in ("operation", "cause", "key"):
+                    value.setdefault(name, None)
+                if "segment" in body:
+                    integrity.segment(value["position"], value["type"], body)
+                yield StoredEvent(**value, body=body, data=bytes(row[-2]), leaf=bytes(row[-1]))
+    except DamagedPages:
+        return  # the row after the last good one tells
+
+
+def check_stored(
+    raw: EventSource,
+    integrity: Integrity,
+    until: int | None,
+    on_event: Callable[[int], None] | None = None,
+) -> None:
+    """Send the whole range through the first pass, on all cores where the source can be so read.
+
+    ``on_event`` is called with positions that were reached.
+    """
+    with closing(raw.blocks(until, integrity.sizes)) as blocks:
+        for block in blocks:
+            if not integrity.take(block):
+                break
+            integrity.take_hashes(block, None)
+            for position, type_, segment in block.segments:
+                integrity.segment(position, type_, {"segment": segment})
+            if on_event is not None:
+                on_event(block.last)
+    for stored in sound_events(raw, integrity, until):
+        if on_event is not None:
+            on_event(stored.position)
 
 
 def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> None:

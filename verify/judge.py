@@ -35,6 +35,16 @@ class Bench:
     """True once something of the training record was seen."""
     unknown: dict[str, int] = field(default_factory=dict)
     """Unknown types and how often each stands in the ledger."""
+    _looking: dict[type[Event], list[Invariant]] = field(default_factory=dict)
+
+    def looking_at(self, kind: type[Event]) -> list[Invariant]:
+        """The invariants that look at events of a type."""
+        known = self._looking.get(kind)
+        if known is None:
+            known = self._looking[kind] = [
+                i for i in self.invariants if i.sees is None or issubclass(kind, i.sees)
+            ]
+        return known
 
 
 class Judge:
@@ -65,7 +75,7 @@ class Judge:
         bench = self._bench(stored.job)
         if bench is not None:
             self._judge(bench, stored, event, problem)
-        self._fold(stored, bench, problem)
+        self._fold(stored, event, bench, problem)
 
     def close(self) -> Coverage:
         """Judge what is left at the end of the range; the coverage table. Call it once."""
@@ -110,14 +120,16 @@ class Judge:
         rows = self._rows(stored.type, segment) if isinstance(segment, Segment) else None
         job = self.state.job(stored.job)
         step = Step(self.state, job, bench.track, stored, event, rows, problem)
-        for invariant in bench.invariants:
+        for invariant in bench.looking_at(type(event)):
             invariant.feed(step)
         bench.track.apply(stored, event, job.plan, rows)
 
-    def _fold(self, stored: StoredEvent, bench: Bench | None, problem: str | None) -> None:
+    def _fold(
+        self, stored: StoredEvent, event: Event, bench: Bench | None, problem: str | None
+    ) -> None:
         if problem is None:
             try:
-                self.state.apply(stored)
+                self.state.apply(stored, event)
                 return
             except (ShiftbookError, ValidationError) as error:
                 # An amendment that makes the plan invalid; the plan stays as it was.

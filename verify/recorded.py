@@ -1,4 +1,4 @@
-"""Writes a verdict into the ledger that it judges; the only place where the judge writes."""
+"""Writes a verdict into the ledger that it judges."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ MAX_TEXT = 500
 """Characters of expected and found that are recorded; an event has a largest size."""
 
 
-def _flagged(finding: Finding) -> DivergenceFlagged:
+def flagged(finding: Finding) -> DivergenceFlagged:
+    """The event that says a finding."""
     return DivergenceFlagged(
         invariant=finding.invariant,
         severity=finding.severity,
@@ -47,7 +48,7 @@ def record(ledger: Ledger, verdict: Verdict) -> int:
         own = [
             f for f in verdict.findings if f.job == job or (not f.job and job == verdict.jobs[0])
         ]
-        events: list[Event | Draft] = [_flagged(finding) for finding in own]
+        events: list[Event | Draft] = [flagged(finding) for finding in own]
         if not own:
             rows = [row for row in verdict.coverage.rows if row.job in ("", job)]
             events.append(

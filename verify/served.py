@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +21,8 @@ from shiftbook.ledger.tables import (
     one,
 )
 from shiftbook.verify.errors import UnreadableStore
-from shiftbook.verify.stored import COLUMNS, READ_ROWS, DamagedPages, RawEvents, RawRow, one_line
+from shiftbook.verify.scan_block import COLUMNS, Block, Page
+from shiftbook.verify.stored import READ_ROWS, DamagedPages, RawEvents, RawRow, one_line
 
 SERVED = "postgresql"
 """How the URL of a ledger in a server begins."""
@@ -109,17 +110,25 @@ class ServedEvents:
     ) -> None:
         self._connection.close()
 
-    def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
-        """Rows with ``after < position <= until`` in order; raises DamagedPages."""
+    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+        """None: one process reads the server's answers as fast as they come."""
+        yield from ()
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
         limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
-        while True:
-            page = self._ask(self._page, after=after, until=limit, count=READ_ROWS)
-            for values in page:
-                columns = dict(zip(COLUMNS, values, strict=False))
-                after = columns["position"]
-                yield RawRow(after, columns, bytes(values[-2]), bytes(values[-1]))
+        while page := self._ask(self._page, after=after, until=limit, count=READ_ROWS):
+            yield page
             if len(page) < READ_ROWS:
                 return
+            after = page[-1][0]
+
+    def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
+        """Rows with ``after < position <= until`` in order; raises DamagedPages."""
+        for page in self.pages(after, until):
+            for values in page:
+                columns = dict(zip(COLUMNS, values, strict=False))
+                yield RawRow(columns["position"], columns, bytes(values[-2]), bytes(values[-1]))
 
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
         """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,20 +13,8 @@ from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
 from shiftbook.ledger.tables import STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
-
-COLUMNS = (
-    "position",
-    "job",
-    "version",
-    "type",
-    "schema",
-    "operation",
-    "key",
-    "writer",
-    "sequence",
-    "recorded_ns",
-)
-"""Columns that repeat what stands in the bytes."""
+from shiftbook.verify.scan import sound_blocks
+from shiftbook.verify.scan_block import COLUMNS, SELECT, Block, Page
 
 READ_ROWS = 512
 
@@ -141,20 +129,36 @@ class RawEvents:
     ) -> None:
         self._connection.close()
 
+    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+        """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
+        try:
+            ((last,),) = self._connection.execute("SELECT max(position) FROM events").fetchall()
+        except _DAMAGE:
+            return
+        if type(last) is int:
+            end = last if until is None else min(last, until)
+            yield from sound_blocks(self.path, end + 1, sizes)
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
+        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        while page := self._page(after, limit):
+            yield page
+            if len(page) < READ_ROWS or type(page[-1][0]) is not int:
+                return
+            after = page[-1][0]
+
+    def _page(self, after: int, limit: int) -> Page:
+        try:
+            return self._connection.execute(SELECT, (after, limit, READ_ROWS)).fetchall()
+        except _DAMAGE as error:
+            raise DamagedPages(after, one_line(error)) from error
+
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
-        # Quoted names: `schema` and `key` are words of SQL.
-        listed = ", ".join(f'"{name}"' for name in (*COLUMNS, "data", "leaf"))
         limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
         while True:
-            try:
-                page = self._connection.execute(
-                    f"SELECT {listed} FROM events WHERE position > ? AND position <= ? "
-                    "ORDER BY position LIMIT ?",
-                    (after, limit, READ_ROWS),
-                ).fetchall()
-            except _DAMAGE as error:
-                raise DamagedPages(after, one_line(error)) from error
+            page = self._page(after, limit)
             for values in page:
                 row = _row(values)
                 if type(row.position) is not int:
@@ -225,7 +229,7 @@ class RawEvents:
             raise DamagedPages(-1, one_line(error)) from error
 
 
-def _row(values: tuple[Any, ...]) -> RawRow:
+def _row(values: Sequence[Any]) -> RawRow:
     columns = dict(zip(COLUMNS, values, strict=False))
     data, leaf = values[-2], values[-1]
     misfit = next(

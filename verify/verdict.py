@@ -13,7 +13,13 @@ from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
-from shiftbook.verify.integrity import Integrity, IntegrityReport, check_whole, sound_events
+from shiftbook.verify.integrity import (
+    Integrity,
+    IntegrityReport,
+    check_stored,
+    check_whole,
+    sound_events,
+)
 from shiftbook.verify.judge import Judge
 from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
@@ -109,8 +115,8 @@ def verify(
     ``integrity_only`` asks for the stored bytes and heads alone; an archive that does not begin at
     0 allows no other question, and no head. ``evidence`` is the folder of the segments or its URL
     (default: beside the ledger, or inside the archive). ``on_finding`` is called with each finding
-    of the judgement as it is made, ``on_event`` with each position. Raises UnreadableStore,
-    NothingToJudge, UnknownJob or UnknownPosition.
+    of the judgement as it is made, ``on_event`` with positions as they are reached. Raises
+    UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
     """
     if until is not None and until < 0:
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
@@ -122,11 +128,13 @@ def verify(
             heads.load(raw)
         integrity = Integrity(rows, heads, first)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
-        for stored in sound_events(raw, integrity, until):
-            if not (integrity_only or first):
+        if integrity_only or first:
+            check_stored(raw, integrity, until, on_event)
+        else:
+            for stored in sound_events(raw, integrity, until):
                 judge.feed(stored)
-            if on_event is not None:
-                on_event(stored.position)
+                if on_event is not None:
+                    on_event(stored.position)
         report = integrity.finish()
         end = first + report.events
         if until is not None and not report.findings and not first <= until < end:

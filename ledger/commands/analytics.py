@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def sql(ledger_url: str, format_: Format, query: str) -> None:
     """Run a DuckDB SELECT over the ledger's tables (QUERY, @FILE, or - for stdin).
 
-    Tables: events, reallocations, candidates, weight_syncs, iterations, windows, leases,
-    checkpoints, samples, findings. A query reads no file and changes nothing.
+    Tables: events, reallocations, candidates, weight_syncs, weight_deliveries, iterations,
+    windows, leases, checkpoints, samples, findings. A query reads no file and changes nothing.
     """
     from shiftbook.ledger.query import run_query
 

@@ -142,8 +142,20 @@ def log(
         if job is not None:
             known_job(ledger, job)
         _known_types(types)
+        if job is None and operation is None:
+            # Of a job or an operation there are few events; of a ledger, millions.
+            after, last = ledger.span(after, since_ns, until_ns)
+        else:
+            last = None
+        sifted = since_ns is not None or until_ns is not None or component is not None
         found: Iterator[StoredEvent] = ledger.read(
-            after, job=job, types=types or None, operation=operation, reverse=newest
+            after,
+            until=last,
+            job=job,
+            types=types or None,
+            operation=operation,
+            limit=None if sifted else limit,
+            reverse=newest,
         )
         if since_ns is not None:
             found = (event for event in found if event.recorded_ns >= since_ns)
@@ -152,7 +164,7 @@ def log(
         if component is not None:
             from shiftbook.ledger.concerns import Concerns
 
-            concerns = Concerns.of(ledger.state(), component)
+            concerns = Concerns.of(ledger.state(), component, job)
             found = (event for event in found if concerns.event(event))
         _print_events(islice(found, limit), format_)
 

@@ -23,16 +23,24 @@ COLUMNS = ("check", "status", "found", "fix")
     metavar="ROLE",
     help="On PostgreSQL, as the owner: make the ledger and a role that may only append and read.",
 )
+@click.option(
+    "--signer", is_flag=True, help="With --grant: a role that may only sign heads and read."
+)
 @click.pass_context
-def doctor(context: click.Context, ledger_url: str, format_: Format, role: str | None) -> int:
+def doctor(
+    context: click.Context, ledger_url: str, format_: Format, role: str | None, signer: bool
+) -> int:
     """Look at machine, installation and ledger; say what is wrong and the command that mends it.
 
     Exits with 1 where something is wrong; a warning alone exits with 0. With --grant it looks at
     nothing else: it makes the ledger's tables where there are none, and ROLE where there is none
-    (without a password), leaves ROLE with SELECT and INSERT alone, and shows its grants.
+    (without a password), leaves ROLE with SELECT and INSERT alone (of events; with --signer, of
+    heads and nodes instead), and shows its grants.
     """
     if role is not None:
-        return _grant(ledger_url, role, format_)
+        return _grant(ledger_url, role, format_, signer=signer)
+    if signer:
+        raise click.UsageError("--signer says what --grant ROLE is for; give both")
     from shiftbook.ledger.health import examine
 
     # The default ledger need not be there; one that was asked for must be.
@@ -44,17 +52,17 @@ def doctor(context: click.Context, ledger_url: str, format_: Format, role: str |
     return _print(checks, format_)
 
 
-def _grant(ledger_url: str, role: str, format_: Format) -> int:
+def _grant(ledger_url: str, role: str, format_: Format, *, signer: bool) -> int:
     if not ledger_url.startswith("postgresql+psycopg:"):
         raise InvalidInput(
             "expected a ledger on PostgreSQL for --grant, found one without roles; who may write "
             "a file is set by its permissions: chmod, chown"
         )
     try:
-        from shiftbook.ledger.postgres_health import grant_writer
+        from shiftbook.ledger.postgres_health import SIGNER, WRITER, grant_role
     except ImportError as error:
         raise MissingExtra("postgres", "psycopg") from error
-    return _print(grant_writer(ledger_url, role), format_)
+    return _print(grant_role(ledger_url, role, SIGNER if signer else WRITER), format_)
 
 
 def _print(checks: Sequence[Check], format_: Format) -> int:

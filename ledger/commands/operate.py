@@ -247,7 +247,6 @@ def freeze(ledger_url: str, job: str, reason: str) -> None:
     """
     from shiftbook.ledger.gate import Gate
 
-    _needs_reason(reason)
     with open_book(ledger_url, write=True) as ledger:
         known_job(ledger, job)
         receipt = Gate(ledger, by=actor()).freeze(job, by=actor(), reason=reason)
@@ -271,7 +270,6 @@ def thaw(ledger_url: str, job: str, reason: str, operation: str | None) -> None:
     """Leave safe mode: moves of JOB are allowed again. Who did it and why is recorded."""
     from shiftbook.ledger.gate import Gate
 
-    _needs_reason(reason)
     with open_book(ledger_url, write=True) as ledger:
         known_job(ledger, job)
         gate = Gate(ledger, by=actor())
@@ -287,11 +285,6 @@ def thaw(ledger_url: str, job: str, reason: str, operation: str | None) -> None:
         click.echo(f"{job} is not in safe mode")
     else:
         click.echo(f"{job} left safe mode at position {receipt.last}")
-
-
-def _needs_reason(reason: str) -> None:
-    if not reason.strip():
-        raise InvalidInput('expected a reason, found none; say why: --reason "..."')
 
 
 @click.command()

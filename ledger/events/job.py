@@ -35,6 +35,8 @@ class JobOpened(Event):
     job_path: str
     """Python path of the program, ``module:name``, so that it can be run again."""
     config: dict[str, Any] = {}
+    replay: str | None = None
+    """Python path of a target that `shiftbook replay` runs with the config; absent for none."""
 
 
 class AttemptStarted(Event):

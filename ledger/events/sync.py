@@ -34,6 +34,11 @@ class WeightSyncDelivered(Event):
     moved_bytes: Count
     full_bytes: Count
     sync_s: float
+    encoding: Literal["whole", "patch"] | None = None
+    """How the version came to this target, where targets differ in it."""
+    transport: str | None = None
+    nan: Count | None = None
+    """Elements of the version that are no number; absent where nobody counted them."""
 
 
 class TargetOutcome(Part):

@@ -18,39 +18,39 @@ CREATE TABLE IF NOT EXISTS events (
     body JSON
 );
 
-CREATE OR REPLACE TEMP TABLE fresh AS
-SELECT
-    envelope.position,
-    envelope.job,
-    envelope.version,
-    envelope.type,
-    envelope.schema,
-    envelope.occurred_ns,
-    envelope.recorded_ns,
-    make_timestamp(envelope.recorded_ns // 1000) AS recorded_at,
-    envelope.writer,
-    envelope.sequence,
-    envelope.actor,
-    envelope.operation,
-    envelope.cause,
-    envelope.key,
-    bytes,
-    envelope.body
-FROM (
-    SELECT
-        strlen(data) AS bytes,
-        from_json(
-            data,
-            '{"position": "BIGINT", "job": "VARCHAR", "version": "BIGINT", "type": "VARCHAR",
-              "schema": "INTEGER", "occurred_ns": "BIGINT", "recorded_ns": "BIGINT",
-              "writer": "VARCHAR", "sequence": "BIGINT", "actor": "VARCHAR",
-              "operation": "VARCHAR", "cause": "BIGINT", "key": "VARCHAR", "body": "JSON"}'
-        ) AS envelope
-    FROM incoming
+-- They come in the order of their positions.
+INSERT INTO events SELECT * FROM fresh;
+
+-- Operations that the new events touch; their rows in other tables are made again.
+CREATE OR REPLACE TEMP TABLE touched AS
+SELECT job, operation, min(position) AS first
+FROM fresh
+WHERE operation IS NOT NULL
+GROUP BY job, operation;
+
+-- Where each operation begins, so that one that goes on is found without reading all events.
+CREATE TABLE IF NOT EXISTS main.operation_starts (
+    job VARCHAR,
+    operation VARCHAR,
+    first BIGINT
 );
 
-INSERT INTO events SELECT * FROM fresh ORDER BY position;
+CREATE OR REPLACE TEMP TABLE continued AS
+SELECT known.job, known.operation, known.first
+FROM touched JOIN main.operation_starts AS known USING (job, operation);
 
--- Operations that the new events touch; their rows in the tables below are made again.
-CREATE OR REPLACE TEMP TABLE touched AS
-SELECT DISTINCT job, operation FROM fresh WHERE operation IS NOT NULL;
+INSERT INTO main.operation_starts
+SELECT job, operation, first FROM touched ANTI JOIN continued USING (job, operation);
+
+-- All events of the touched operations, old and new.
+CREATE OR REPLACE TEMP TABLE earlier AS
+SELECT events.*
+FROM events SEMI JOIN continued USING (job, operation)
+WHERE
+    events.position >= (SELECT min(first) FROM continued)
+    AND events.position < (SELECT min(position) FROM fresh);
+
+CREATE OR REPLACE TEMP VIEW steps AS
+SELECT * FROM fresh WHERE operation IS NOT NULL
+UNION ALL
+SELECT * FROM earlier;

@@ -49,21 +49,13 @@ CREATE TABLE IF NOT EXISTS reallocations (
     reason VARCHAR
 );
 
-DELETE FROM reallocations WHERE (job, operation) IN (SELECT job, operation FROM touched);
+-- Rows that are made again; a batch in which no operation goes on has none.
+DELETE FROM reallocations WHERE (job, operation) IN (SELECT job, operation FROM continued);
 
+-- Each body is taken apart in one pass: one for each field would cost many times as much. Numbers
+-- come as text, which holds NaN, Infinity and -Infinity too.
 INSERT INTO reallocations
-WITH steps AS (
-    SELECT events.*
-    FROM events JOIN touched USING (job, operation)
-    WHERE type IN (
-        'ReallocationProposed', 'ReallocationRejected', 'ReallocationAbandoned',
-        'ReallocationGranted', 'ReallocationQuiesced', 'ReallocationTransferred',
-        'ReallocationVerified', 'ReallocationCommitted', 'ReallocationRolledBack',
-        'ReallocationPoisoned', 'OperationTakenOver', 'GainRealized'
-    )
-),
-
-folded AS (
+WITH folded AS (
     SELECT
         job,
         operation,
@@ -92,65 +84,105 @@ folded AS (
         any_value(body) FILTER (WHERE type = 'ReallocationPoisoned') AS poisoned,
         arg_max(body, position) FILTER (WHERE type = 'GainRealized') AS gain
     FROM steps
+    WHERE type IN (
+        'ReallocationProposed', 'ReallocationRejected', 'ReallocationAbandoned',
+        'ReallocationGranted', 'ReallocationQuiesced', 'ReallocationTransferred',
+        'ReallocationVerified', 'ReallocationCommitted', 'ReallocationRolledBack',
+        'ReallocationPoisoned', 'OperationTakenOver', 'GainRealized'
+    )
     GROUP BY job, operation
+),
+
+parts AS (
+    SELECT
+        * EXCLUDE (proposed, quiesced, transferred, committed, rolled_back, gain, rejected),
+        json_transform(
+            proposed,
+            '{"attempt": "VARCHAR", "proposer": "VARCHAR", "strategy": "VARCHAR",
+              "before": "JSON", "after": "JSON", "bottleneck_before": "VARCHAR",
+              "bottleneck_after": "VARCHAR", "predicted_throughput": "VARCHAR",
+              "predicted_gain_s": "VARCHAR", "gain_interval": {"low": "VARCHAR", "high": "VARCHAR"},
+              "predicted_cost_s": "VARCHAR", "horizon_s": "VARCHAR", "model_version": "VARCHAR",
+              "since_last_move_s": "VARCHAR", "restoring": "VARCHAR", "window": "VARCHAR"}'
+        ) AS proposed,
+        json_transform(quiesced, '{"quiesce_s": "VARCHAR", "kv_tokens_lost": "VARCHAR"}')
+            AS quiesced,
+        json_transform(
+            transferred, '{"transfer_s": "VARCHAR", "moved_bytes": "VARCHAR", "parts": "JSON"}'
+        ) AS transferred,
+        json_transform(
+            committed,
+            '{"moved_bytes": "VARCHAR", "stall_s": "VARCHAR", "stalls": "JSON",
+              "kv_tokens_lost": "VARCHAR"}'
+        ) AS committed,
+        json_transform(rolled_back, '{"stall_s": "VARCHAR", "cause": "VARCHAR"}') AS rolled_back,
+        json_transform(
+            gain,
+            '{"adjusted_gain_s": "VARCHAR", "interval": {"low": "VARCHAR", "high": "VARCHAR"},
+              "raw_gain_s": "VARCHAR", "counterfactual": "VARCHAR", "device_s_before": "VARCHAR",
+              "device_s_after": "VARCHAR"}'
+        ) AS gain,
+        json_transform(rejected, '{"by": "VARCHAR", "rule": "VARCHAR", "reason": "VARCHAR"}')
+            AS rejected
+    FROM folded
+    WHERE proposed IS NOT NULL
 )
 
 SELECT
     position,
     job,
-    proposed ->> '$.attempt',
+    proposed.attempt,
     operation,
     status,
-    coalesce(proposed ->> '$.proposer', 'scheduler'),
+    coalesce(proposed.proposer, 'scheduler'),
     proposed_by,
     proposed_ns,
     granted_ns,
     closed_ns,
-    proposed ->> '$.strategy',
+    proposed.strategy,
     placement_text(placed_before),
     placement_text(placed_after),
     placed_before,
     placed_after,
-    proposed ->> '$.bottleneck_before',
-    proposed ->> '$.bottleneck_after',
-    number_at(proposed, '$.predicted_throughput'),
-    number_at(proposed, '$.predicted_gain_s'),
-    number_at(proposed, '$.gain_interval.low'),
-    number_at(proposed, '$.gain_interval.high'),
-    number_at(proposed, '$.predicted_cost_s'),
-    number_at(proposed, '$.horizon_s'),
-    whole_at(proposed, '$.model_version'),
-    number_at(proposed, '$.since_last_move_s'),
-    coalesce(flag_at(proposed, '$.restoring'), false),
-    whole_at(proposed, '$.window'),
+    proposed.bottleneck_before,
+    proposed.bottleneck_after,
+    TRY_CAST(proposed.predicted_throughput AS DOUBLE),
+    TRY_CAST(proposed.predicted_gain_s AS DOUBLE),
+    TRY_CAST(proposed.gain_interval.low AS DOUBLE),
+    TRY_CAST(proposed.gain_interval.high AS DOUBLE),
+    TRY_CAST(proposed.predicted_cost_s AS DOUBLE),
+    TRY_CAST(proposed.horizon_s AS DOUBLE),
+    TRY_CAST(proposed.model_version AS BIGINT),
+    TRY_CAST(proposed.since_last_move_s AS DOUBLE),
+    coalesce(TRY_CAST(proposed.restoring AS BOOLEAN), false),
+    TRY_CAST(proposed."window" AS BIGINT),
     epoch,
     taken_over,
-    number_at(quiesced, '$.quiesce_s'),
-    number_at(transferred, '$.transfer_s'),
-    coalesce(whole_at(committed, '$.moved_bytes'), whole_at(transferred, '$.moved_bytes')),
-    TRY_CAST(transferred -> '$.parts' AS MAP(VARCHAR, BIGINT)),
-    coalesce(number_at(committed, '$.stall_s'), number_at(rolled_back, '$.stall_s')),
-    numbers_at(committed, '$.stalls'),
-    coalesce(whole_at(committed, '$.kv_tokens_lost'), whole_at(quiesced, '$.kv_tokens_lost')),
-    number_at(gain, '$.adjusted_gain_s'),
-    number_at(gain, '$.interval.low'),
-    number_at(gain, '$.interval.high'),
-    number_at(gain, '$.raw_gain_s'),
-    gain ->> '$.counterfactual',
-    number_at(gain, '$.device_s_before'),
-    number_at(gain, '$.device_s_after'),
-    rejected ->> '$.by',
-    rejected ->> '$.rule',
+    TRY_CAST(quiesced.quiesce_s AS DOUBLE),
+    TRY_CAST(transferred.transfer_s AS DOUBLE),
     coalesce(
-        rejected ->> '$.reason', abandoned ->> '$.reason', rolled_back ->> '$.cause',
-        poisoned ->> '$.cause'
+        TRY_CAST(committed.moved_bytes AS BIGINT), TRY_CAST(transferred.moved_bytes AS BIGINT)
+    ),
+    TRY_CAST(transferred.parts AS MAP(VARCHAR, BIGINT)),
+    coalesce(TRY_CAST(committed.stall_s AS DOUBLE), TRY_CAST(rolled_back.stall_s AS DOUBLE)),
+    TRY_CAST(committed.stalls AS MAP(VARCHAR, DOUBLE)),
+    coalesce(
+        TRY_CAST(committed.kv_tokens_lost AS BIGINT), TRY_CAST(quiesced.kv_tokens_lost AS BIGINT)
+    ),
+    TRY_CAST(gain.adjusted_gain_s AS DOUBLE),
+    TRY_CAST(gain.interval.low AS DOUBLE),
+    TRY_CAST(gain.interval.high AS DOUBLE),
+    TRY_CAST(gain.raw_gain_s AS DOUBLE),
+    gain.counterfactual,
+    TRY_CAST(gain.device_s_before AS DOUBLE),
+    TRY_CAST(gain.device_s_after AS DOUBLE),
+    rejected.by,
+    rejected.rule,
+    coalesce(
+        rejected.reason, abandoned ->> '$.reason', rolled_back.cause, poisoned ->> '$.cause'
     )
 FROM (
-    SELECT
-        *,
-        placement(proposed -> '$.before') AS placed_before,
-        placement(proposed -> '$.after') AS placed_after
-    FROM folded
-    WHERE proposed IS NOT NULL
+    SELECT *, placement(proposed.before) AS placed_before, placement(proposed.after) AS placed_after
+    FROM parts
 )
 ORDER BY position;

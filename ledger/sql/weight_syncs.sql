@@ -22,18 +22,10 @@ CREATE TABLE IF NOT EXISTS weight_syncs (
     reason VARCHAR
 );
 
-DELETE FROM weight_syncs WHERE (job, operation) IN (SELECT job, operation FROM touched);
+DELETE FROM weight_syncs WHERE (job, operation) IN (SELECT job, operation FROM continued);
 
 INSERT INTO weight_syncs
-WITH steps AS (
-    SELECT events.*
-    FROM events JOIN touched USING (job, operation)
-    WHERE type IN (
-        'WeightSyncStarted', 'WeightSyncDelivered', 'WeightSyncCommitted', 'WeightSyncFailed'
-    )
-),
-
-folded AS (
+WITH folded AS (
     SELECT
         job,
         operation,
@@ -54,6 +46,9 @@ folded AS (
             AS full_bytes,
         max(number_at(body, '$.sync_s')) FILTER (WHERE type = 'WeightSyncDelivered') AS sync_s
     FROM steps
+    WHERE type IN (
+        'WeightSyncStarted', 'WeightSyncDelivered', 'WeightSyncCommitted', 'WeightSyncFailed'
+    )
     GROUP BY job, operation
 )
 

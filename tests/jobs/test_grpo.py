@@ -9,34 +9,78 @@ from __future__ import annotations
 
 import pickle
 import random
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 
-from shiftbook.checkpoint.virtual_ranks import GradientAccumulator, VirtualRankPlan, reduce_tree
+from shiftbook.checkpoint.elastic import GroupLoss, Place, VirtualRanks
+from shiftbook.checkpoint.virtual_ranks import RankSum, VirtualRankError, reduce_tree
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.errors import TrainingError
 from shiftbook.jobs.grpo import (
     GroupBatch,
-    GroupGradient,
     GrpoConfig,
+    GrpoLoss,
     advantages,
-    group_gradient,
     make_group_batch,
     reference_logps,
 )
 from shiftbook.jobs.keyed_rng import format_uid
 from shiftbook.jobs.local_run import roll_out
 from shiftbook.jobs.model import ModelConfig, forward_train, upcast
-from shiftbook.jobs.optimizer import AdamState, apply_update, masters_of, publish
+from shiftbook.jobs.optimizer import Adam, masters_of, publish
 from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.task import EpisodeState, new_episode
 from shiftbook.jobs.toolbox import Toolbox
+from shiftbook.jobs.trainer_state import make_trainer
 
 SEED = 17
 GROUPS = 8
 CONFIG = ModelConfig()
+
+
+@dataclass
+class Gradient:
+    """One group's gradient, flat and by name, and its loss."""
+
+    flat: torch.Tensor
+    loss: GroupLoss
+    uids: list[str]
+    grads: dict[str, torch.Tensor]
+
+
+def trainer_of(
+    policy: dict[str, torch.Tensor],
+    seed: int = 0,
+    loss: GrpoConfig | None = None,
+    clip_norm: float | None = None,
+    place: Place | None = None,
+) -> VirtualRanks:
+    return make_trainer(
+        policy,
+        CONFIG,
+        GrpoLoss(loss or GrpoConfig(), seed),
+        virtual_ranks=4,
+        groups=GROUPS,
+        clip_norm=clip_norm,
+        place=place,
+    )
+
+
+def group_gradient(
+    policy: dict[str, torch.Tensor],
+    batch: GroupBatch,
+    step: int = 0,
+    seed: int = 0,
+    loss: GrpoConfig | None = None,
+) -> Gradient:
+    trainer = trainer_of(policy, seed, loss)
+    flat, found = trainer.gradient(0, (batch, step))
+    sizes = [p.numel() for p in trainer.parameters.values()]
+    parts = zip(trainer.parameters.items(), torch.split(flat, sizes), strict=True)
+    return Gradient(flat, found, batch.uids, {n: part.view(p.shape) for (n, p), part in parts})
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +108,7 @@ def batches(policy: dict[str, torch.Tensor], episodes: list[EpisodeState]) -> li
 
 
 @pytest.fixture(scope="module")
-def gradients(policy: dict[str, torch.Tensor], batches: list[GroupBatch]) -> list[GroupGradient]:
+def gradients(policy: dict[str, torch.Tensor], batches: list[GroupBatch]) -> list[Gradient]:
     return [group_gradient(policy, batch) for batch in batches]
 
 
@@ -84,19 +128,19 @@ def test_batches_hold_the_episodes(batches: list[GroupBatch], episodes: list[Epi
 
 
 def test_training_pass_agrees_with_the_engine(
-    batches: list[GroupBatch], gradients: list[GroupGradient]
+    batches: list[GroupBatch], gradients: list[Gradient]
 ) -> None:
     """The reference here is the policy itself: its log-probabilities are the engine's, nearly."""
     for batch, gradient in zip(batches, gradients, strict=True):
         assert batch.reference_logps is not None
         assert np.abs(batch.reference_logps - batch.behaviour_logps).max() < 1e-3
-        assert gradient.logp_gap_max < 1e-3
-        assert gradient.kl_sum < 1e-4
-        assert gradient.clipped_tokens == 0
+        assert gradient.loss.notes["logp_gap_max"] < 1e-3
+        assert gradient.loss.stats["kl_sum"] < 1e-4
+        assert gradient.loss.stats["clipped_tokens"] == 0
 
 
 def test_gradient_is_that_of_the_policy_gradient_loss(
-    policy: dict[str, torch.Tensor], batches: list[GroupBatch], gradients: list[GroupGradient]
+    policy: dict[str, torch.Tensor], batches: list[GroupBatch], gradients: list[Gradient]
 ) -> None:
     """At a ratio of 1 and no divergence the gradient is that of -sum(advantage x log π)."""
     index = max(range(GROUPS), key=lambda g: float(batches[g].rewards.std()))
@@ -119,14 +163,17 @@ def test_clip_and_kl_enter_the_loss(
     batch = max(batches, key=lambda b: float(b.rewards.std()))
     shifted = GroupBatch(**{**vars(batch), "behaviour_logps": batch.behaviour_logps - 1.0})
     found = group_gradient(policy, shifted)
-    assert found.clipped_tokens == batch.sampled_tokens
+    assert found.loss.stats["clipped_tokens"] == batch.sampled_tokens
     assert batch.reference_logps is not None
     apart = batch.with_reference(batch.reference_logps - 0.5)
     near = group_gradient(policy, apart, loss=GrpoConfig(kl_coefficient=0.0))
     far = group_gradient(policy, apart, loss=GrpoConfig(kl_coefficient=1.0))
-    assert far.kl_sum == near.kl_sum
-    assert far.kl_sum == pytest.approx(batch.sampled_tokens * (np.exp(-0.5) - 0.5), rel=1e-2)
-    assert far.loss_sum - near.loss_sum == pytest.approx(far.kl_sum, rel=1e-3)
+    assert far.loss.stats["kl_sum"] == near.loss.stats["kl_sum"]
+    assert far.loss.stats["kl_sum"] == pytest.approx(
+        batch.sampled_tokens * (np.exp(-0.5) - 0.5), rel=1e-2
+    )
+    added = float(far.loss.total - near.loss.total)
+    assert added == pytest.approx(far.loss.stats["kl_sum"], rel=1e-3)
 
 
 def test_groups_without_contrast_have_no_advantage() -> None:
@@ -151,54 +198,55 @@ def test_dropout_is_keyed_by_seed_step_and_group(
         assert not torch.equal(one.flat, other.flat)
 
 
-def updated(gradients: list[GroupGradient], world: int, order_seed: int) -> dict[str, torch.Tensor]:
+def updated(batches: list[GroupBatch], world: int, order_seed: int) -> dict[str, torch.Tensor]:
     """The policy after three updates by ``world`` physical ranks and shuffled arrivals."""
-    masters = masters_of(load_policy())
-    adam = AdamState.fresh(masters)
-    plan = VirtualRankPlan(4, GROUPS)
+    loss = GrpoConfig(dropout=0.1)
+    start = load_policy()
+    ranks = [
+        trainer_of(start, loss=loss, clip_norm=1.0, place=Place(rank, world))
+        for rank in range(world)
+    ]
     shuffle = random.Random(order_seed)
-    for _ in range(3):
-        ranks = [GradientAccumulator(plan, world, rank) for rank in range(world)]
-        order = list(range(GROUPS))
-        shuffle.shuffle(order)
-        for index in order:
-            one = gradients[index]
-            owner = ranks[plan.physical_rank_of(index, world)]
-            owner.add(index, one.flat, one.tokens, one.stats, one.uids)
-        total = reduce_tree([reduce_tree(rank.local_sums()) for rank in ranks])
-        apply_update(masters, adam, total.flat, total.tokens, 1e-3, 1.0)
-    return publish(masters)
+    for iteration in range(3):
+        for rank in ranks:
+            order = rank.missing()
+            shuffle.shuffle(order)
+            for index in order:
+                rank.add(index, (batches[index], iteration), batches[index].uids)
+        total = reduce_tree([reduce_tree(rank.accumulator.local_sums()) for rank in ranks])
+        for rank in ranks:
+            rank.apply(total, 1e-3)
+    return ranks[-1].parts()["model"]
 
 
-def test_updates_have_the_same_bits_in_any_order_and_world(gradients: list[GroupGradient]) -> None:
-    wanted = updated(gradients, 1, 0)
+def test_updates_have_the_same_bits_in_any_order_and_world(batches: list[GroupBatch]) -> None:
+    wanted = updated(batches, 1, 0)
     for world, order_seed in ((1, 1), (2, 2), (4, 3)):
-        found = updated(gradients, world, order_seed)
+        found = updated(batches, world, order_seed)
         for name, tensor in wanted.items():
             assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
 
 
 def test_gradients_have_the_same_bits_when_computed_again(
-    policy: dict[str, torch.Tensor], batches: list[GroupBatch], gradients: list[GroupGradient]
+    policy: dict[str, torch.Tensor], batches: list[GroupBatch], gradients: list[Gradient]
 ) -> None:
     for index in (5, 0, 3):
         copy = pickle.loads(pickle.dumps(batches[index]))
         assert torch.equal(group_gradient(policy, copy).flat, gradients[index].flat)
 
 
-def test_adam_agrees_with_torch(gradients: list[GroupGradient]) -> None:
-    masters = masters_of(load_policy())
-    theirs = {name: tensor.clone().requires_grad_() for name, tensor in masters.items()}
+def test_adam_agrees_with_torch(gradients: list[Gradient]) -> None:
+    trainer = trainer_of(load_policy(), clip_norm=0.05)
+    theirs = {name: t.clone().requires_grad_() for name, t in trainer.masters.items()}
     reference = torch.optim.Adam(list(theirs.values()), lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    adam = AdamState.fresh(masters)
     for gradient in [one for one in gradients if one.flat.any()][:3]:
-        info = apply_update(masters, adam, gradient.flat, gradient.tokens, 1e-3, 0.05)
+        report = trainer.apply(RankSum(gradient.flat, gradient.loss.weight), 1e-3)
         for name, leaf in theirs.items():
-            leaf.grad = gradient.grads[name] / gradient.tokens
+            leaf.grad = gradient.grads[name] / gradient.loss.weight
         norm = torch.nn.utils.clip_grad_norm_(list(theirs.values()), 0.05)
         reference.step()
-        assert info.grad_norm == pytest.approx(float(norm), rel=1e-4)
-    for name, master in masters.items():
+        assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    for name, master in trainer.masters.items():
         # A gradient of nearly nothing has a sign that rounding decides; three steps of lr at most.
         close = (master - theirs[name]).abs() < 1e-5
         assert close.float().mean() > 0.99, name
@@ -213,21 +261,32 @@ def test_publishing_masters_of_a_policy_gives_the_policy() -> None:
         assert torch.equal(published[name], tensor)
 
 
-def test_optimizer_state_round_trips(gradients: list[GroupGradient]) -> None:
-    masters = masters_of(load_policy())
-    adam = AdamState.fresh(masters)
-    apply_update(masters, adam, gradients[0].grads, gradients[0].tokens, 1e-3, 1.0)
-    copy = AdamState.from_dict(adam.to_dict())
-    twin = {name: tensor.clone() for name, tensor in masters.items()}
-    apply_update(masters, adam, gradients[1].flat, gradients[1].tokens, 1e-3, 1.0)
-    apply_update(twin, copy, gradients[1].flat, gradients[1].tokens, 1e-3, 1.0)
-    assert copy.step == adam.step == 2
-    for name in masters:
-        assert torch.equal(masters[name], twin[name])
+def test_optimizer_state_round_trips(gradients: list[Gradient]) -> None:
+    one = trainer_of(load_policy())
+    one.apply(RankSum(gradients[0].flat, gradients[0].loss.weight), 1e-3)
+    adam = one.optimizer
+    assert isinstance(adam, Adam)
+    copy = make_trainer(
+        one.parts()["model"],
+        CONFIG,
+        GrpoLoss(GrpoConfig(), 0),
+        virtual_ranks=4,
+        groups=GROUPS,
+        masters=one.masters,
+        moments=adam.tensors(one.masters),
+        updates=1,
+    )
+    for trainer in (one, copy):
+        trainer.apply(RankSum(gradients[1].flat, gradients[1].loss.weight), 1e-3)
+    assert isinstance(copy.optimizer, Adam)
+    assert copy.optimizer.updates == adam.updates == 2
+    for name, master in one.masters.items():
+        assert torch.equal(master, copy.masters[name])
+        assert master.data_ptr() != copy.masters[name].data_ptr()
 
 
 def test_bad_batches_and_gradients_are_refused(
-    policy: dict[str, torch.Tensor], episodes: list[EpisodeState], gradients: list[GroupGradient]
+    policy: dict[str, torch.Tensor], episodes: list[EpisodeState], gradients: list[Gradient]
 ) -> None:
     with pytest.raises(TrainingError, match="one draw"):
         make_group_batch(episodes[4:12])
@@ -235,14 +294,13 @@ def test_bad_batches_and_gradients_are_refused(
         make_group_batch([new_episode(SEED, format_uid(0, 0), 0)])
     with pytest.raises(TrainingError, match="reference log-probabilities"):
         group_gradient(policy, make_group_batch(episodes[:8]))
-    masters = masters_of(policy)
-    before = {name: tensor.clone() for name, tensor in masters.items()}
-    adam = AdamState.fresh(masters)
+    trainer = trainer_of(policy)
+    before = {name: tensor.clone() for name, tensor in trainer.masters.items()}
     broken = gradients[0].flat.clone()
     broken[7] = float("nan")
-    with pytest.raises(TrainingError, match="finite"):
-        apply_update(masters, adam, broken, 10, 1e-3, 1.0)
-    with pytest.raises(TrainingError, match="divisor"):
-        apply_update(masters, adam, gradients[0].flat, 0, 1e-3, 1.0)
-    assert adam.step == 0
-    assert all(torch.equal(masters[name], before[name]) for name in masters)
+    with pytest.raises(VirtualRankError, match="finite"):
+        trainer.apply(RankSum(broken, 10), 1e-3)
+    with pytest.raises(VirtualRankError, match="weight"):
+        trainer.apply(RankSum(gradients[0].flat, 0), 1e-3)
+    assert trainer.updates == 0
+    assert all(torch.equal(trainer.masters[name], before[name]) for name in before)

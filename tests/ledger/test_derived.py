@@ -25,12 +25,12 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.tables import KNOWN, METADATA
 from tests.ledger.stores import run_sql
 
-SECOND = '''
+NEXT = '''
 """A revision of tomorrow."""
 import sqlalchemy as sa
 from alembic import op
-revision = "0002"
-down_revision = "0001"
+revision = "9999"
+down_revision = "{head}"
 
 def upgrade():
     job, n = sa.Column("job", sa.Text, primary_key=True), sa.Column("n", sa.Integer)
@@ -67,8 +67,8 @@ def tables(url: str) -> dict[str, set[str]]:
 def tomorrow(folder: Path, then: str = "pass") -> Path:
     scripts = folder / "migrations"
     shutil.copytree(derived.SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    text = SECOND.format(then=then)
-    (scripts / "versions" / "r0002_tallies.py").write_text(text, encoding="utf-8")
+    text = NEXT.format(then=then, head=derived.HEAD)
+    (scripts / "versions" / "r9999_tallies.py").write_text(text, encoding="utf-8")
     return scripts
 
 
@@ -123,6 +123,26 @@ def test_revisions_make_what_a_new_ledger_has(old_url: str) -> None:
     assert tables(old_url) == upgraded
 
 
+def has_index(url: str) -> bool:
+    made = run_sql(url, "CREATE INDEX events_type_position ON events (type, position)")
+    if made is None:
+        assert run_sql(url, "DROP INDEX events_type_position") is None
+    return made is not None
+
+
+def test_a_ledger_of_before_there_was_an_index_by_type_gets_it(store_url: str) -> None:
+    with Ledger.open(store_url, writer="w") as ledger:
+        ledger.append("a", [fork(), fork()])
+    before = "UPDATE derived_revision SET version_num = '0001'"
+    assert run_sql(store_url, "DROP INDEX events_type_position", before) is None
+    with Ledger.open(store_url, read_only=True) as reader:
+        assert [e.position for e in reader.read(types=["ExperimentForked", "x"])] == [0, 1]
+    assert not has_index(store_url), "reading changes nothing"
+    with Ledger.open(store_url, writer="w") as ledger:
+        assert ledger.append("a", fork()).first == 2
+    assert has_index(store_url)
+
+
 def test_many_openers_of_an_older_ledger_upgrade_it_once(old_url: str) -> None:
     opened: list[int] = []
 
@@ -149,7 +169,9 @@ def test_a_revision_of_tomorrow_is_carried_and_refused_by_todays_code(
         assert run_sql(store_url, "INSERT INTO tallies VALUES ('a', 9)") is not None, "filled"
         assert ledger.head().size == 3, "a handle that was open goes on"
     for read_only in (False, True):
-        with pytest.raises(NewerLedger, match=r"revision 0001 or older.*found 0002.*newer"):
+        with pytest.raises(
+            NewerLedger, match=rf"revision {derived.HEAD} or older.*found 9999.*newer"
+        ):
             Ledger.open(store_url, read_only=read_only)
 
 

@@ -40,6 +40,8 @@ REQUIRED = {
     "moved_bytes stall_s kv_tokens_lost realised_gain_s rejected_by reason",
     "weight_syncs": "job operation status version base_version encoding targets moved_bytes "
     "full_bytes stall_s",
+    "weight_deliveries": "job operation version target incarnation outcome reason encoding "
+    "moved_bytes full_bytes sync_s",
     "iterations": "job attempt iteration wall_s samples_verified device_s reward_mean "
     "policy_version policy_fingerprint",
     "samples": "uid iteration attempt reward advantage tokens token_digest version_min "
@@ -67,6 +69,7 @@ def test_every_table_has_rows_of_its_events(sample: Ledger) -> None:
     assert counts["reallocations"] == kinds.count("ReallocationProposed") == 17
     assert counts["candidates"] == 2 * counts["reallocations"]
     assert counts["weight_syncs"] == kinds.count("WeightSyncStarted") == 15
+    assert counts["weight_deliveries"] == kinds.count("WeightSyncDelivered") == 15
     assert counts["iterations"] == kinds.count("IterationCompleted") == 15
     assert counts["windows"] == 4 * kinds.count("WindowObserved")
     assert counts["leases"] == 2 * kinds.count("LeaseGranted")

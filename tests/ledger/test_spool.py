@@ -323,6 +323,47 @@ def test_a_full_spool_is_told_to_the_training(door: Door, tmp_path: Path) -> Non
     writer.close()
 
 
+def test_a_disk_that_is_really_full_loses_nothing_acknowledged(door: Door, tmp_path: Path) -> None:
+    """On a file system of 64 kB: every record is refused loudly or stands in the ledger, in order,
+    also where the process that spooled is gone and the disk is still full."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        writer = SpoolingWriter(door, disk / "spool", writer="w")
+        writer.record("job", [fork("before")])
+        door.open = False
+        kept: list[int] = []
+        refused: list[str] = []
+        for number in range(200):
+            try:
+                assert writer.record("job", [fork(f"{number} {'x' * 500}")]) is None
+                kept.append(number)
+            except SpoolError as error:
+                refused.append(str(error))
+        assert kept
+        assert refused
+        for told in ("No space left on device", "the record is not kept; make space"):
+            assert all(told in message for message in refused)
+        assert writer.waiting == len(kept)
+        writer.close()  # as good as killed: nothing more is written
+        door.open = True
+        outcome = drain_leftovers(door, disk / "spool")["w"]
+        assert outcome.waiting == 0
+        assert not outcome.rejected
+        assert [r.split()[0] for r in reasons(door)] == ["before", *map(str, kept)]
+        types = [e.type for e in door.ledger.read()]
+        assert types.count("LedgerUnreachable") == types.count("LedgerRestored") == 1
+        writer = SpoolingWriter(door, disk / "spool", writer="w")
+        door.open = False
+        assert writer.record("job", [fork("room again")]) is None
+        writer.close()
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
 def test_a_spool_that_cannot_be_made(door: Door, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     writer = SpoolingWriter(door, tmp_path / "file" / "spool")

@@ -23,6 +23,7 @@ from shiftbook.ledger.cli import LazyCommands
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.commands import verify as verify_command
+from shiftbook.verify.guard import Guard
 from shiftbook.verify.verdict import Verdict, follow, verify
 from tests.verify.honest_run import JOB, Run, honest_run, policy
 
@@ -146,6 +147,7 @@ def test_until_judges_a_prefix(faulty: Path, capsys: pytest.CaptureFixture[str])
         (["HONEST", "--until", "5000"], "no event at position 5000"),
         (["HONEST", "--follow", "--until", "3"], "leave --until away"),
         (["HONEST", "--follow", "--job", "other"], "no job 'other'"),
+        (["HONEST", "--freeze"], "--freeze goes with --follow"),
         (["HONEST", "--format", "yaml"], "'yaml' is not one of"),
     ],
 )
@@ -257,6 +259,37 @@ def test_follow_judges_a_ledger_that_is_being_written(
     once = verify(f"sqlite:///{path}")
     assert verdicts[0].plain() == once.plain()
     assert made == (["I18"] if fault else [])
+
+
+def test_a_followed_job_is_frozen_at_its_first_grave_finding(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And one that has closed by then is only told of."""
+    run.get("UpdateApplied", 1).change(learning_rate=9.0)
+    closing = next(n for n, e in enumerate(run.entries) if e.name == "JobClosed")
+    for name, entries in (("live", run.entries[:closing]), ("closed", run.entries)):
+        path = tmp_path / f"{name}.db"
+        Run(entries).write(path)
+        url = f"sqlite:///{path}"
+        with Ledger.open(url, create=False) as ledger:
+            guard = Guard(ledger)
+            ended = threading.Event()
+            if name == "live":
+                ended.set()  # judged to its head, as by Ctrl-C
+            verdict = follow(url, stop=ended, poll_s=0.01, on_finding=guard.on_finding)
+            assert verdict.exit_code == 1
+            events = [event for event in ledger.read() if event.position >= len(entries)]
+        types = [event.type for event in events]
+        assert types == ["DivergenceFlagged", "SafeModeEntered"][: 2 if name == "live" else 1]
+        assert events[0].body["invariant"] == "I18"
+        if name == "live":
+            assert (events[1].body["by"], JOB) == ("verifier", events[1].job)
+    path = tmp_path / "command.db"
+    Run(run.entries).write(path)
+    code, _, _ = call(capsys, str(path), "--follow", "--freeze")
+    assert code == 1
+    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+        assert [e.type for e in ledger.read()][len(run.entries) :] == ["DivergenceFlagged"]
 
 
 def test_follow_of_a_damaged_ledger_ends(run: Run, tmp_path: Path) -> None:

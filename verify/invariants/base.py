@@ -62,12 +62,15 @@ class End:
 class Invariant(ABC):
     """One rule over one job. Subclasses set the class fields and override ``feed``.
 
-    ``needs`` says in words which events and fields must be recorded for it to be checked.
+    ``needs`` says in words which events and fields must be recorded for it to be checked, ``sees``
+    which events it looks at: others are not shown to it, which most events then cost nothing.
     """
 
     id: ClassVar[str]
     title: ClassVar[str]
     needs: ClassVar[str]
+    sees: ClassVar[tuple[type[Event], ...] | None] = None
+    """None for all events, those of unknown types too."""
 
     def __init__(self, job: str, report: Callable[[Finding], None]) -> None:
         self.job = job

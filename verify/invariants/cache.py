@@ -16,6 +16,10 @@ class CacheFreshness(Invariant):
     id = "I7"
     title = "caches as fresh as the weights"
     needs = "cache_version_min in the rows of SamplesGenerated: oldest weights of any cached value"
+    sees = (
+        WeightSyncCommitted,
+        SamplesGenerated,
+    )
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, WeightSyncCommitted):

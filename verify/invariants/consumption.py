@@ -32,6 +32,7 @@ class ExactlyOnce(Invariant):
     id = "I10"
     title = "each sample consumed exactly once in the lineage"
     needs = "BatchConsumed with its rows (uid), SamplesDrawn before it"
+    sees = (BatchConsumed,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -96,6 +97,13 @@ class NoLoss(Invariant):
     title = "no drawn sample is lost"
     needs = (
         "SamplesDrawn, BatchConsumed with rows, SamplesDropped with a reason, IterationCompleted"
+    )
+    sees = (
+        IterationCompleted,
+        UpdateApplied,
+        SamplesDropped,
+        CheckpointSaved,
+        JobClosed,
     )
 
     def begin(self) -> None:

@@ -23,6 +23,11 @@ class DataIdentity(Invariant):
     id = "I4"
     title = "data fed equals the declared data set"
     needs = "DataBuilt with rows, SamplesDrawn.prompt_digests, prompt_digest in generated rows"
+    sees = (
+        DataBuilt,
+        SamplesDrawn,
+        SamplesGenerated,
+    )
 
     def begin(self) -> None:
         self._known: OrderedDict[int, tuple[str, int]] = OrderedDict()

@@ -18,6 +18,10 @@ class FileEquality(Invariant):
     id = "I1b"
     title = "bundle on disk equals the state at the save call"
     needs = "file_parts in CheckpointSaved or CheckpointRestored, or the bundle's manifest"
+    sees = (
+        CheckpointSaved,
+        CheckpointRestored,
+    )
 
     def begin(self) -> None:
         self._bundles = 0

@@ -22,6 +22,17 @@ class Lease(Invariant):
     id = "lease"
     title = "one owner for each device; moves and syncs inside leased devices"
     needs = "LeaseGranted before anything that uses devices"
+    sees = (
+        LeaseGranted,
+        AttemptStarted,
+        ReallocationCommitted,
+        ReplicaStarted,
+        WeightSyncStarted,
+        LeaseReleased,
+        LeaseExpired,
+        ReallocationGranted,
+        OperationTakenOver,
+    )
 
     def feed(self, step: Step) -> None:
         event = step.event

@@ -88,6 +88,10 @@ class TokenIdentity(_OverRows):
     id = "I11"
     title = "consumed tokens are the generated ones"
     needs = "token_digest in the rows of SamplesGenerated, SamplesRewarded and BatchConsumed"
+    sees = (
+        BatchConsumed,
+        SamplesRewarded,
+    )
 
     def feed(self, step: Step) -> None:
         if not isinstance(step.event, BatchConsumed | SamplesRewarded) or not self.readable(step):
@@ -141,6 +145,10 @@ class RewardLink(_OverRows):
     id = "I12"
     title = "reward used is the reward recorded"
     needs = "rows of SamplesRewarded (uid, token_digest, reward) and of BatchConsumed (reward)"
+    sees = (
+        RewardsRescored,
+        BatchConsumed,
+    )
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, RewardsRescored):
@@ -198,6 +206,7 @@ class AdvantageRecomputes(_OverRows):
     id = "I12b"
     title = "advantages recompute from the rewards of the group"
     needs = "rows of BatchConsumed with group, reward and advantage"
+    sees = (BatchConsumed,)
 
     def feed(self, step: Step) -> None:
         if not isinstance(step.event, BatchConsumed) or supervised(step.plan):

@@ -28,6 +28,11 @@ class LogProbsReplay(Invariant):
     id = "I16"
     title = "log-probabilities replay under the stamped version"
     needs = "LogProbsReplayed; SamplesGenerated.transform; logp_digest in consumed rows"
+    sees = (
+        LogProbsReplayed,
+        SamplesGenerated,
+        BatchConsumed,
+    )
 
     def begin(self) -> None:
         self._noise: dict[str, tuple[float, int]] = {}

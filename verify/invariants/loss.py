@@ -48,6 +48,7 @@ class Controllers(Invariant):
     id = "I24"
     title = "controllers follow their recurrence"
     needs = "UpdateApplied.controllers with inputs, and plan.update.controllers"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -111,6 +112,7 @@ class RecomputedMasks(Invariant):
     id = "I25"
     title = "recomputed forward draws the same mask"
     needs = "first_mask and recomputed_mask in UpdateApplied.micro_batches"
+    sees = (UpdateApplied,)
 
     def begin(self) -> None:
         self._updates = 0
@@ -165,6 +167,7 @@ class LiveTerms(Invariant):
     id = "I26"
     title = "declared loss terms are live"
     needs = "UpdateApplied.loss_terms: coefficient, value, norm of its gradient"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -220,6 +223,7 @@ class Recomputed(Invariant):
     id = "recomputed"
     title = "loss, gradient, step and average recompute"
     needs = "UpdateApplied.recomputed (StepProbe and PolicyLoss of the recorder)"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event

@@ -27,6 +27,7 @@ class Operations(Invariant):
     id = "operations"
     title = "every operation closed, none poisoned"
     needs = "ReallocationProposed or WeightSyncStarted, and how each ended"
+    sees = (ReallocationPoisoned,)
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, ReallocationPoisoned):
@@ -81,6 +82,10 @@ class MoveEquality(Invariant):
     id = "move-equality"
     title = "fingerprints before a move equal those after it"
     needs = "ReallocationVerified.before and .after, by tensor or part"
+    sees = (
+        ReallocationTransferred,
+        ReallocationVerified,
+    )
 
     def begin(self) -> None:
         self._moved: dict[str, tuple[int, bool]] = {}

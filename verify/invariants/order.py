@@ -22,6 +22,11 @@ class CursorContinuity(Invariant):
     id = "I2"
     title = "draws go on where the lineage stood"
     needs = "SamplesDrawn.start for every draw, CheckpointSaved.cursor, AttemptStarted.bundle"
+    sees = (
+        SamplesDrawn,
+        CheckpointSaved,
+        CheckpointRestored,
+    )
 
     def feed(self, step: Step) -> None:
         match step.event:
@@ -100,6 +105,7 @@ class DeclaredOrder(Invariant):
     id = "I3"
     title = "drawn indices follow the declared permutation"
     needs = "SamplesDrawn with rule, seed, epoch, start and indices"
+    sees = (SamplesDrawn,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -128,7 +134,12 @@ class DeclaredOrder(Invariant):
             return
         try:
             draws = expected_draws(
-                data.sampler_rule, data.seed, data.dataset_size, event.start, len(event.indices)
+                data.sampler_rule,
+                data.seed,
+                data.dataset_size,
+                event.start,
+                len(event.indices),
+                data.mixture,
             )
         except SamplerStateError:
             self.missing("this build does not know the declared sampler rule")

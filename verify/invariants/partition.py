@@ -18,6 +18,10 @@ class Partition(Invariant):
     id = "I5"
     title = "batch split over virtual ranks, whole and disjoint"
     needs = "virtual_rank and group in the rows of BatchConsumed; UpdateApplied.virtual_ranks"
+    sees = (
+        BatchConsumed,
+        UpdateApplied,
+    )
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, BatchConsumed):

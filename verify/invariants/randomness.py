@@ -25,6 +25,10 @@ class DistinctStreams(Invariant):
     id = "I9"
     title = "random streams pairwise distinct"
     needs = "RandomStatesRecorded by owner; stream in the rows of SamplesGenerated"
+    sees = (
+        RandomStatesRecorded,
+        SamplesGenerated,
+    )
 
     def begin(self) -> None:
         self._streams: OrderedDict[str, tuple[str, int]] = OrderedDict()
@@ -86,6 +90,11 @@ class RandomLineage(Invariant):
     id = "I9b"
     title = "random states continue at first use"
     needs = "RandomStatesRecorded before and after what draws; parts rng:OWNER of bundles"
+    sees = (
+        AttemptStarted,
+        CheckpointRestored,
+        RandomStatesRecorded,
+    )
 
     def begin(self) -> None:
         self._known: dict[str, tuple[str, int]] = {}

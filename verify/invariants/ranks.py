@@ -15,6 +15,7 @@ class RanksEqual(Invariant):
     id = "I20"
     title = "replicas of the trainer equal"
     needs = "UpdateApplied.ranks: parameters of each rank, and its reduced gradient"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -60,6 +61,7 @@ class CastEqual(Invariant):
     id = "I22"
     title = "model equals its cast masters"
     needs = "UpdateApplied.cast_before and .cast_after: roots of the masters in the model's dtype"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event

@@ -40,6 +40,11 @@ class RecordMatchesRows(Invariant):
     id = "record"
     title = "training events agree with their evidence rows"
     needs = "segments of SamplesGenerated, SamplesRewarded and BatchConsumed"
+    sees = (
+        SamplesGenerated,
+        SamplesRewarded,
+        BatchConsumed,
+    )
 
     def feed(self, step: Step) -> None:
         event = step.event

@@ -24,6 +24,11 @@ class RestoreEquality(Invariant):
     id = "I1"
     title = "restored state equals saved state, part by part"
     needs = "CheckpointSaved.parts and CheckpointRestored.parts of each bundle that is restored"
+    sees = (
+        AttemptStarted,
+        UpdateApplied,
+        CheckpointRestored,
+    )
 
     def begin(self) -> None:
         self._restores_due = 0
@@ -91,6 +96,11 @@ class ReferenceConstant(Invariant):
     id = "I14"
     title = "reference policy constant, or refreshed as declared"
     needs = f"a part named {REFERENCE} in CheckpointSaved.parts"
+    sees = (
+        CheckpointSaved,
+        CheckpointRestored,
+        StateFirstUsed,
+    )
 
     def begin(self) -> None:
         self._anchor: tuple[str, int, int] | None = None
@@ -143,6 +153,11 @@ class FirstUse(Invariant):
     needs = (
         "StateFirstUsed after each restore and committed move of the trainer, with parts "
         f"{MODEL}, {MASTERS}, {OPTIMIZER}"
+    )
+    sees = (
+        CheckpointRestored,
+        StateFirstUsed,
+        UpdateApplied,
     )
 
     def begin(self) -> None:

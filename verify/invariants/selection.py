@@ -34,6 +34,11 @@ class SelectionAudit(Invariant):
     id = "I27"
     title = "selection audit: offered against trained, by length"
     needs = "tokens in the rows of SamplesGenerated, SamplesDropped, BatchConsumed with rows"
+    sees = (
+        SamplesGenerated,
+        SamplesDropped,
+        BatchConsumed,
+    )
 
     def begin(self) -> None:
         self._tokens: OrderedDict[str, int] = OrderedDict()

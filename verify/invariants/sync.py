@@ -28,6 +28,14 @@ class SyncEquality(Invariant):
         "WeightSyncStarted.source_root, WeightSyncDelivered.root by incarnation, "
         "rows of SamplesGenerated with incarnation and versions"
     )
+    sees = (
+        WeightSyncStarted,
+        WeightSyncDelivered,
+        WeightSyncCommitted,
+        ReplicaStarted,
+        StateFirstUsed,
+        SamplesGenerated,
+    )
 
     def begin(self) -> None:
         self._holds: dict[str, dict[int, int]] = {}

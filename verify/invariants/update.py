@@ -25,6 +25,10 @@ class UpdateChain(Invariant):
     needs = (
         "fingerprints before and after in every UpdateApplied; parts of bundles by the same names"
     )
+    sees = (
+        UpdateApplied,
+        CheckpointSaved,
+    )
 
     def feed(self, step: Step) -> None:
         event, chain = step.event, step.track.chain
@@ -94,6 +98,7 @@ class LearningRate(Invariant):
     id = "I18"
     title = "learning rate follows the declared schedule"
     needs = "UpdateApplied.learning_rate and a schedule that this build knows"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -143,6 +148,7 @@ class OneStep(Invariant):
     id = "I19"
     title = "optimizer counter moves by one"
     needs = "UpdateApplied.optimizer_step"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event, chain = step.event, step.track.chain
@@ -179,6 +185,7 @@ class GradientTokens(Invariant):
     id = "I21"
     title = "tokens in the gradient are those of the batch"
     needs = "BatchConsumed.tokens before UpdateApplied.tokens and .divisor"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event, pending = step.event, step.track.pending
@@ -248,6 +255,7 @@ class Effect(Invariant):
     id = "I23"
     title = "updates have the effect they claim"
     needs = "UpdateApplied with grad_norm, skipped and the masters' fingerprints"
+    sees = (UpdateApplied,)
 
     def feed(self, step: Step) -> None:
         event = step.event

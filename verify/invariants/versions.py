@@ -107,6 +107,7 @@ class Staleness(Invariant):
     id = "I13"
     title = "staleness within the plan's bound"
     needs = "version_min and version_max in the rows of SamplesGenerated, BatchConsumed with rows"
+    sees = (BatchConsumed,)
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -182,6 +183,12 @@ class VersionsMonotone(Invariant):
     id = "I15"
     title = "versions go up by one along the lineage"
     needs = "UpdateApplied.policy_version, AttemptStarted.policy_version, CheckpointSaved"
+    sees = (
+        UpdateApplied,
+        AttemptStarted,
+        CheckpointRestored,
+        CheckpointSaved,
+    )
 
     def feed(self, step: Step) -> None:
         event, track = step.event, step.track

@@ -1,0 +1,377 @@
+"""Times a ledger of a thousand jobs and millions of events; prints each figure with its bound.
+
+The ledger is made first (tests/ledger/big_ledger.py), or ``--ledger FILE`` names one. Each figure
+comes from a process of its own, so that its memory is its own and nothing is warm but the disk.
+Beside what reads the whole ledger stands a bare ``sqlite3`` in the same process, on the same rows:
+``read`` fetches them, ``read + hash`` hashes them as well. Where we are slower than that, the line
+says what is done beside.
+
+Usage: python benchmarks/scale.py [--events N | --ledger FILE] [--only NAME]
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # tests/ledger/big_ledger.py
+
+MILLION = 1_000_000
+ROUNDS = 5
+
+Measured = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure that is bounded: its name in the measurement, the bound, and which way."""
+
+    key: str
+    bound: float
+    at_least: bool
+    unit: str
+    what: str
+
+    def line(self, found: Measured) -> tuple[bool, str]:
+        """Whether it holds, and the line that says so."""
+        value = found[self.key]
+        met = value >= self.bound if self.at_least else value <= self.bound
+        sign = "≥" if self.at_least else "≤"
+        return met, (
+            f"{self.what:<44} {value:10.1f} {self.unit:<9} (bound {sign} {self.bound:g}) "
+            f"{'ok' if met else 'MISSED'}"
+        )
+
+
+@contextmanager
+def timed(found: Measured, key: str, scale: float = 1.0) -> Iterator[None]:
+    """Keep the seconds that a block takes, times ``scale``."""
+    start = time.perf_counter()
+    yield
+    found[key] = (time.perf_counter() - start) * scale
+
+
+@contextmanager
+def apart(module: Any, name: str) -> Iterator[list[float]]:
+    """Seconds of each call of one function of a module, meanwhile."""
+    took: list[float] = []
+    real = getattr(module, name)
+
+    def clocked(*given: Any) -> Any:
+        start = time.perf_counter()
+        result = real(*given)
+        took.append(time.perf_counter() - start)
+        return result
+
+    setattr(module, name, clocked)
+    try:
+        yield took
+    finally:
+        setattr(module, name, real)
+
+
+def peak_mb() -> float:
+    """Most memory of this process and of the largest of its children, in MB."""
+    own, children = (
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    return (own + children) / 1024
+
+
+def bare(path: Path, found: Measured, *, hashed: bool) -> None:
+    """Seconds per million that sqlite3 alone takes for the bytes of the same rows."""
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        count = connection.execute("SELECT max(position) + 1 FROM events").fetchone()[0]
+        with timed(found, "bare_s", MILLION / count):
+            after, sha256 = -1, hashlib.sha256
+            while True:
+                page = connection.execute(
+                    "SELECT position, data FROM events WHERE position > ? ORDER BY position "
+                    "LIMIT 2048",
+                    (after,),
+                ).fetchall()
+                if not page:
+                    break
+                after = page[-1][0]
+                if hashed:
+                    for _, data in page:
+                        sha256(b"\x00" + data).digest()
+    found["events"] = count
+
+
+# -- questions -----------------------------------------------------------------------------
+
+
+def questions(path: Path) -> Measured:
+    """Each with a handle of its own, as a command opens it; milliseconds."""
+    from shiftbook.ledger.cli_options import known_job
+    from shiftbook.ledger.ledger import Ledger
+    from shiftbook.ledger.standing import read_standing
+
+    url = f"sqlite:///{path}"
+    found: Measured = {}
+    with Ledger.open(url, read_only=True) as ledger:
+        jobs = ledger.jobs()
+        size = ledger.head().size
+    times: dict[str, list[float]] = {}
+
+    def ask(name: str, question: Callable[[Ledger], object]) -> None:
+        start = time.perf_counter()
+        with Ledger.open(url, read_only=True) as ledger:
+            question(ledger)
+        times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+
+    def state(job: str) -> Callable[[Ledger], object]:
+        return lambda ledger: read_standing(ledger.state(), known_job(ledger, job))
+
+    for number in range(ROUNDS + 1):
+        job = jobs[(number * 7919) % len(jobs)]
+        snapshot = path.with_name(path.name + ".snapshots")
+        if number == 0:
+            shutil.rmtree(snapshot, ignore_errors=True)
+            ask("state_first", state(job))  # nothing is folded yet
+        ask("state_once", state(job))  # the first look at this job
+        ask("state", state(job))
+        ask("log", lambda ledger, job=job: list(ledger.read(job=known_job(ledger, job), limit=50)))  # type: ignore[misc]
+        ask("newest", lambda ledger, job=job: list(ledger.read(job=job, limit=50, reverse=True)))  # type: ignore[misc]
+        ask("rare", lambda ledger: list(ledger.read(types=["JobOpened"], limit=50, reverse=True)))
+        ask("show", lambda ledger, n=number: ledger.event(size * n // (ROUNDS + 1)))  # type: ignore[misc]
+        ask("since", lambda ledger: _since(ledger, size))
+    for name, values in times.items():
+        found[name] = median(values)
+    found["peak_mb"] = peak_mb()
+    return found
+
+
+def _since(ledger: Any, size: int) -> list[Any]:
+    middle = ledger.event(size // 2).recorded_ns
+    after, _ = ledger.span(-1, middle, None)
+    return list(ledger.read(after, limit=50))
+
+
+def imports(path: Path) -> Measured:
+    """Start of the command line beside a Python that does nothing; milliseconds."""
+
+    def run(code: str) -> float:
+        took = []
+        for _ in range(ROUNDS):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], check=True)
+            took.append((time.perf_counter() - start) * 1e3)
+        return min(took)
+
+    nothing = run("pass")
+    book = "import shiftbook.ledger.cli, shiftbook.ledger.commands.book, shiftbook.ledger.ledger"
+    return {"python_ms": nothing, "import_ms": run(book) - nothing}
+
+
+# -- the whole ledger ----------------------------------------------------------------------
+
+
+def integrity(path: Path) -> Measured:
+    """`verify --integrity-only`, seconds per million; the files of evidence apart."""
+    from shiftbook.verify.evidence import EvidenceFolder
+    from shiftbook.verify.verdict import verify
+
+    found: Measured = {}
+    bare(path, found, hashed=True)
+    events = int(found["events"])
+    with timed(found, "seconds", MILLION / events), apart(EvidenceFolder, "_read") as evidence:
+        verdict = verify(f"sqlite:///{path}", integrity_only=True)
+    if verdict.integrity_broken or verdict.last != events - 1:
+        raise SystemExit(f"expected a sound ledger of {events} events, found {verdict.word}")
+    found["evidence_s"] = sum(evidence) * MILLION / events
+    found["seconds"] -= found["evidence_s"]
+    found["ratio"] = found["bare_s"] / found["seconds"]
+    found["peak_mb"] = peak_mb()
+    return found
+
+
+def judgement(path: Path) -> Measured:
+    """`verify`, both passes and evidence, seconds per million."""
+    from shiftbook.verify.verdict import verify
+
+    found: Measured = {}
+    bare(path, found, hashed=True)
+    with timed(found, "seconds", MILLION / found["events"]):
+        verdict = verify(f"sqlite:///{path}")
+    if verdict.findings or verdict.last != found["events"] - 1:
+        raise SystemExit(f"expected a clean verdict, found {verdict.word} until {verdict.last}")
+    found["ratio"] = found["bare_s"] / found["seconds"]
+    found["peak_mb"] = peak_mb()
+    return found
+
+
+def mirror(path: Path) -> Measured:
+    """Building the mirror from nothing; then one more batch of events; then aggregates."""
+    from shiftbook.ledger import mirror as mirror_module
+    from shiftbook.ledger.ledger import Ledger
+    from shiftbook.ledger.mirror import Mirror
+
+    found: Measured = {}
+    bare(path, found, hashed=False)
+    for suffix in (".mirror.duckdb", ".mirror.duckdb.wal"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+        start, cpu_s = time.perf_counter(), time.process_time()
+        with apart(mirror_module, "load_segments") as evidence:
+            Mirror.open(ledger).close()
+        seconds = time.perf_counter() - start - sum(evidence)
+        found["cpu_us"] = (time.process_time() - cpu_s) * MILLION / found["events"]
+        found["evidence_s"] = sum(evidence)
+        found["rate"] = found["events"] / seconds
+        found["ratio"] = found["bare_s"] / (seconds * MILLION / found["events"])
+        with timed(found, "again_ms", 1e3):
+            mirror = Mirror.open(ledger)
+        found["peak_mb"] = peak_mb()
+        with mirror:
+            _aggregate(path, mirror, found)
+    return found
+
+
+def _aggregate(path: Path, mirror: Any, found: Measured) -> None:
+    typed = "SELECT sum(wall_s), quantile_cont(wall_s, 0.99), avg(device_s) FROM iterations"
+    stored = (
+        "SELECT sum(json_extract(data, '$.body.wall_s')), avg(json_extract(data, "
+        "'$.body.device_s')) FROM (SELECT CAST(data AS TEXT) AS data FROM events WHERE "
+        "type || '' = 'IterationCompleted')"
+    )
+    took = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        mirror.rows(typed)
+        took.append(time.perf_counter() - start)
+    found["mirror_ms"] = median(took) * 1e3
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    with closing(connection), timed(found, "store_ms", 1e3):
+        connection.execute(stored).fetchall()
+    found["times"] = found["store_ms"] / found["mirror_ms"]
+
+
+MEASURES: dict[str, tuple[Callable[[Path], Measured], list[Bound], str]] = {
+    "questions": (
+        questions,
+        [
+            Bound("state", 100, False, "ms", "state JOB"),
+            Bound("state_once", 100, False, "ms", "state JOB, first look at that job"),
+            Bound("state_first", 100, False, "ms", "state JOB, no snapshot of anything"),
+            Bound("log", 100, False, "ms", "log --job JOB --limit 50"),
+            Bound("newest", 100, False, "ms", "log --job JOB --limit 50 --newest"),
+            Bound("rare", 100, False, "ms", "log --type JobOpened --limit 50"),
+            Bound("since", 100, False, "ms", "log --since TIME --limit 50"),
+            Bound("show", 100, False, "ms", "show POSITION"),
+            Bound("peak_mb", 500, False, "MB", "memory of these questions"),
+        ],
+        "opening included, start of Python and imports not",
+    ),
+    "imports": (
+        imports,
+        [Bound("import_ms", 1_000, False, "ms", "imports of a command")],
+        "python -c pass takes {python_ms:.0f} ms beside",
+    ),
+    "integrity": (
+        integrity,
+        [
+            Bound("seconds", 3, False, "s/million", "integrity pass"),
+            Bound("peak_mb", 500, False, "MB", "memory of the integrity pass"),
+        ],
+        "bare sqlite3, read + hash, one process: {bare_s:.2f} s/million, {ratio:.2f} x; slower by "
+        "the parse of every event, the comparison of its columns, and the tree; evidence of its "
+        "segments {evidence_s:.1f} s/million besides",
+    ),
+    "judgement": (
+        judgement,
+        [
+            Bound("seconds", 60, False, "s/million", "judgement, with integrity and evidence"),
+            Bound("peak_mb", 500, False, "MB", "memory of the judgement"),
+        ],
+        "bare sqlite3, read + hash: {bare_s:.2f} s/million, {ratio:.2f} x; slower by the fold and "
+        "every invariant, in Python",
+    ),
+    "mirror": (
+        mirror,
+        [
+            Bound("rate", 200_000, True, "events/s", "mirror into DuckDB"),
+            Bound("times", 50, True, "x", "aggregate, mirror / JSON in the store"),
+            Bound("peak_mb", 500, False, "MB", "memory of the mirror"),
+        ],
+        "bare sqlite3, read alone: {bare_s:.2f} s/million, {ratio:.2f} x; slower by every field "
+        "typed and compressed; {cpu_us:.1f} µs of CPU an event; evidence rows of its segments "
+        "{evidence_s:.1f} s besides; nothing new {again_ms:.0f} ms; {mirror_ms:.1f} ms against "
+        "{store_ms:.0f} ms",
+    ),
+}
+
+
+def measure(name: str, path: Path) -> Measured:
+    """Run one measurement in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--measure", name, "--ledger", str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: Measured = json.loads(done.stdout)
+    return found
+
+
+def report(path: Path, only: str | None) -> int:
+    """Print every figure; the number of bounds that were missed."""
+    missed = 0
+    for name, (_, bounds, beside) in MEASURES.items():
+        if only not in (None, name):
+            continue
+        found = measure(name, path)
+        for bound in bounds:
+            met, line = bound.line(found)
+            missed += not met
+            print(line, flush=True)
+        print(f"    {beside.format(**found)}", flush=True)
+    return missed
+
+
+def main() -> int:
+    """Make the ledger and run everything; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=MILLION)
+    parser.add_argument("--ledger", type=Path)
+    parser.add_argument("--only", choices=MEASURES)
+    parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.measure:
+        print(json.dumps(MEASURES[given.measure][0](given.ledger)))
+        return 0
+    if given.ledger is not None:
+        return 1 if report(given.ledger, given.only) else 0
+    from tests.ledger.big_ledger import write_big
+
+    folder = Path(tempfile.mkdtemp(prefix="shiftbook-scale-"))
+    try:
+        path = folder / "book.db"
+        start = time.perf_counter()
+        write_big(path, given.events)
+        rate = given.events / (time.perf_counter() - start)
+        print(f"{given.events} events of 1,000 jobs written, {rate:.0f} a second", flush=True)
+        return 1 if report(path, given.only) else 0
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""One process of the transfer tests: a trainer rank that serves, or one rank of an engine.
+
+It takes one JSON object as its argument and JSON lines on stdin; each line of stdout is an answer.
+A trainer rank publishes on `publish`; an engine rank syncs on `sync` and says what it serves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from shiftbook.checkpoint.errors import TransferError
+from shiftbook.checkpoint.transfer.catalogue import Catalogue, LocalCatalogue
+from shiftbook.checkpoint.transfer.certificates import ServerFiles
+from shiftbook.checkpoint.transfer.link import Link
+from shiftbook.checkpoint.transfer.offers import Offers
+from shiftbook.checkpoint.transfer.receiver import Receiver
+from shiftbook.checkpoint.transfer.source import Source
+from shiftbook.checkpoint.transfer.tokens import issue_token
+from tests.checkpoint.transfer_states import SECRET, layouts, nudged, shards, state
+
+
+def weights(version: int) -> dict[str, Any]:
+    """The same in every process: version 1, and small changes of it."""
+    found = state(1)
+    for later in range(2, version + 1):
+        found = nudged(found, later)
+    return found
+
+
+def say(value: Any) -> None:
+    """One answer."""
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def digest(tensors: dict[str, Any]) -> str:
+    """Of all bits that a rank serves."""
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(name.encode())
+        found.update(tensors[name].tobytes())
+    return found.hexdigest()
+
+
+def trainer(how: dict[str, Any]) -> None:
+    """Serve one rank's shards; the desk is rank 0's, and it is told what to do by lines."""
+    from shiftbook.checkpoint.transfer.desk import Desk
+
+    rank, ranks = how["rank"], how["ranks"]
+    offers, desk = Offers(rank), Desk() if rank == 0 else None
+    served: Any
+    if how["transport"] == "flight":
+        from shiftbook.checkpoint.transfer.flight import FlightSource
+
+        files = ServerFiles.within(Path(how["tls"]))
+        served = FlightSource(Source(offers, desk), files, SECRET, port=how.get("port", 0))
+        say({"port": served.port})
+    else:
+        from shiftbook.checkpoint.transfer.cluster import ClusterSource
+
+        served = ClusterSource(Source(offers, desk), "127.0.0.1", how["store"])
+        say({"port": 0})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        match asked["do"]:
+            case "stage":
+                version = asked["version"]
+                local = offers.stage(version, shards(weights(version), rank, ranks))
+                say(local.model_dump(mode="json"))
+            case "open":
+                catalogue = Catalogue.model_validate(asked["catalogue"])
+                offers.open(catalogue)
+                if desk is not None:
+                    desk.open(catalogue, asked["targets"], limit_s=asked["limit_s"])
+                say({"version": catalogue.version})
+            case "outcomes":
+                assert desk is not None
+                say([one.model_dump(mode="json") for one in desk.outcomes()])
+
+
+def links_of(how: dict[str, Any], target: str) -> list[Link]:
+    """To every trainer rank."""
+    if how["transport"] == "flight":
+        from shiftbook.checkpoint.transfer.flight import FlightLink
+
+        return [
+            FlightLink(
+                rank,
+                "127.0.0.1",
+                port,
+                authority=ServerFiles.within(Path(how["tls"])).authority,
+                token=issue_token(SECRET, target, 600),
+                stall_s=how["stall_s"],
+            )
+            for rank, port in enumerate(how["ports"])
+        ]
+    from shiftbook.checkpoint.transfer.cluster import ClusterLink
+
+    return [
+        ClusterLink(rank, "127.0.0.1", how["store"], name=target, stall_s=how["stall_s"])
+        for rank in range(how["ranks_of_trainer"])
+    ]
+
+
+def receiver(how: dict[str, Any]) -> None:
+    """One rank of an engine."""
+    target, rank, ranks = how["target"], how["rank"], how["ranks"]
+    mine = Receiver(
+        target,
+        links_of(how, target),
+        layouts(rank, ranks),
+        rank=rank,
+        ranks=ranks,
+        limit_bytes=8 << 20,
+        verdict_s=how["verdict_s"],
+        spool=Path(how["spool"]) if how.get("spool") else None,
+    )
+    say({"ready": target})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            done = mine.sync(wait_s=asked["wait_s"])
+        except TransferError as error:
+            say({"error": f"{type(error).__name__}: {error}", "serving": mine.serving})
+            continue
+        say(
+            {
+                "version": done.version,
+                "encoding": done.encoding,
+                "moved_bytes": done.moved_bytes,
+                "resumed": done.resumed,
+                "digest": digest(dict(mine.tensors)),
+            }
+        )
+
+
+def local(value: Any) -> LocalCatalogue:
+    """What a trainer rank said that it holds."""
+    return LocalCatalogue.model_validate(value)
+
+
+if __name__ == "__main__":
+    given = json.loads(sys.argv[1])
+    (trainer if given["role"] == "trainer" else receiver)(given)

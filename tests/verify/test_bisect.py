@@ -1,0 +1,92 @@
+"""Goal: ``--bisect`` names the cause of a job that differs from itself, and where it acts.
+
+Method: one small job for each cause is run in processes of its own, watched and under the
+interventions; the cause, the line that drew, and the operation and module are compared with what
+the job does. An honest job that reads clocks and entropy without using them is accused of nothing.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shiftbook.verify.replay.bisect import bisect, report_lines
+from tests.verify.test_replay import call
+
+JOBS = "tests.verify.bisect_jobs:"
+
+
+@pytest.fixture(autouse=True)
+def _free_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "drawn"),
+    [
+        ("python_random", "python-random", "random.random at "),
+        ("hash_order", "hash-order", ""),
+        ("clock", "clock", "time.time at "),
+        ("entropy", "entropy", "uuid.uuid4 at "),
+    ],
+)
+def test_the_cause_outside_torch_is_named_with_its_line(name: str, cause: str, drawn: str) -> None:
+    report = bisect(JOBS + name)
+    text = "\n".join(report_lines(report))
+    print(text)
+    assert report.exit_code == 1
+    assert report.cured_by == (cause,), text
+    assert report.component == "reward"
+    if drawn:
+        assert report.suspects[0].startswith(drawn), text
+        assert "bisect_jobs.py:" in report.suspects[0], text
+
+
+def test_an_honest_job_is_accused_of_nothing() -> None:
+    report = bisect(JOBS + "honest")
+    assert report.exit_code == 0
+    assert "8 runs of one seed showed the same" in "\n".join(report_lines(report))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("numpy_random", "numpy-random"), ("legacy_numpy", "numpy-random"), ("arrival", "one-thread")],
+)
+def test_more_causes_outside_torch(name: str, cause: str) -> None:
+    report = bisect(JOBS + name)
+    text = "\n".join(report_lines(report))
+    print(text)
+    assert report.cured_by == (cause,), text
+
+
+@pytest.mark.slow
+def test_two_causes_at_once_are_both_named() -> None:
+    report = bisect(JOBS + "both")
+    assert set(report.cured_by) == {"python-random", "numpy-random"}, report
+
+
+@pytest.mark.slow
+def test_an_operation_of_torch_is_named_with_module_and_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = call(capsys, JOBS + "torch_random", "--bisect", "--format", "json")
+    report = json.loads(out)
+    assert code == report["exit_code"] == 1
+    assert report["cured_by"] == ["torch-random"], out
+    assert report["module"] == "Tower.noise", out
+    assert report["operation"].startswith("aten::"), out
+    assert "dropout" in report["operation"] or "bernoulli" in report["operation"], out
+    assert report["inputs_equal"] is True
+    assert (report["component"], report["step"]) == ("trainer", 0)
+    assert "bisect_jobs.py:" in report["source"], out
+
+
+@pytest.mark.slow
+def test_a_kernel_that_adds_without_an_order_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call(capsys, JOBS + "kernel", "--bisect")
+    assert code == 1
+    assert "aten::index_put_" in out, out
+    assert "its inputs are equal: it makes the difference itself" in out
+    assert "under the intervention deterministic-kernels" in out, out

@@ -1,0 +1,96 @@
+"""Goal: the shadow comparison raises a false alarm no more often than it says, and finds drifts.
+
+Method: sequences under many laws that are symmetric (heavy tails, changing scale, discrete) and
+under shifts of known size are drawn by seed and looked at after each observation; the share that
+ever raised the alarm is compared with the stated bound, with three standard errors of room.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+import pytest
+
+from shiftbook.ledger.errors import InvalidInput
+from shiftbook.verify.sequential import SymmetryTest
+from shiftbook.verify.shadow import MEASURES, ShadowTest, Window
+
+ALPHA, RUNS, LENGTH, SEED = 0.05, 1000, 100, 20
+
+Law = Callable[[random.Random, int], float]
+SYMMETRIC: dict[str, Law] = {
+    "normal": lambda r, n: r.gauss(0.0, 1.0),
+    "heavy": lambda r, n: r.gauss(0.0, 1.0) / max(abs(r.gauss(0.0, 1.0)), 1e-9),
+    "growing": lambda r, n: r.gauss(0.0, 1.1**n),
+    "rewards": lambda r, n: float(r.random() < 0.3) - float(r.random() < 0.3),
+}
+
+
+def alarms(law: Law, runs: int = RUNS, length: int = LENGTH, alpha: float = ALPHA) -> list[int]:
+    """Numbers of the observation at which runs raised the alarm."""
+    random_ = random.Random(SEED)
+    found = []
+    for _ in range(runs):
+        test = SymmetryTest(alpha)
+        for number in range(length):
+            if test.add(law(random_, number)):
+                found.append(number + 1)
+                break
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(SYMMETRIC))
+def test_false_alarms_stay_within_the_bound(name: str) -> None:
+    rate = len(alarms(SYMMETRIC[name])) / RUNS
+    print(f"seed {SEED}: {name}: {rate:.4f} of {RUNS} runs, bound {ALPHA}")
+    assert rate <= ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / RUNS)
+
+
+@pytest.mark.parametrize(("shift", "power", "within"), [(1.0, 0.95, 40), (0.5, 0.9, 100)])
+def test_shifts_are_found_in_time(shift: float, power: float, within: int) -> None:
+    found = alarms(lambda r, n: r.gauss(shift, 1.0), runs=200)
+    rate = sum(number <= within for number in found) / 200
+    print(f"seed {SEED}: shift {shift} sd: {rate:.3f} within {within}, median "
+          f"{sorted(found)[len(found) // 2]}")  # fmt: skip
+    assert rate >= power
+
+
+def window(random_: random.Random, reward: float, loss: float = 0.0) -> Window:
+    return Window(
+        {name: [loss + random_.gauss(0.0, 1.0) for _ in range(3)] for name in MEASURES},
+        {f"{n:06d}/0": float(random_.random() < reward) for n in range(128)},
+    )
+
+
+def test_a_window_that_differs_is_told_by_what_it_differs_in() -> None:
+    random_ = random.Random(SEED)
+    same, rewards, losses = ShadowTest(), ShadowTest(), ShadowTest()
+    for _ in range(40):
+        same.add(window(random_, 0.4), window(random_, 0.4))
+        rewards.add(window(random_, 0.55), window(random_, 0.4))
+        losses.add(window(random_, 0.4, 2.0), window(random_, 0.4))
+    assert not same.alarmed, same.plain()
+    assert rewards.plain()["by"] == ["sample reward"]
+    assert set(losses.plain()["by"]) == set(MEASURES)
+
+
+def test_zeros_say_nothing_and_what_is_no_number_raises_the_alarm() -> None:
+    test = SymmetryTest(0.01)
+    assert not test.extend([0.0] * 1000)
+    assert test.log_evidence == pytest.approx(0.0)
+    assert test.add(math.nan)
+    assert test.alarmed_at == 1001
+
+
+def test_windows_of_other_samples_are_refused() -> None:
+    random_ = random.Random(1)
+    one = window(random_, 0.5)
+    other = Window(one.iterations, {"000009/9": 1.0})
+    with pytest.raises(InvalidInput, match="same samples"):
+        ShadowTest().add(one, other)
+    with pytest.raises(InvalidInput, match="as many values"):
+        ShadowTest().add(one, Window({**one.iterations, "kl": [0.0]}, one.rewards))
+    with pytest.raises(InvalidInput, match="between 0 and 1"):
+        SymmetryTest(0.0)

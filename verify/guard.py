@@ -1,0 +1,44 @@
+"""Lets a judge that follows a live ledger put a job into safe mode at its first grave finding."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from shiftbook.ledger.errors import IllegalStep
+from shiftbook.ledger.gate import Gate
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.verify.findings import Finding
+from shiftbook.verify.recorded import flagged
+
+BY = "verifier"
+
+
+class Guard:
+    """Writes findings of severity ``stop`` down as they are made, and freezes their job.
+
+    In safe mode nothing moves; training and weight syncs go on, so that no work is lost while
+    somebody looks. Only an operator, or a rule that the plan declares, leaves it (``thaw``).
+    ``also`` is told every finding first.
+    """
+
+    def __init__(self, ledger: Ledger, *, also: Callable[[Finding], None] | None = None) -> None:
+        self._ledger, self._also = ledger, also
+        self._gate = Gate(ledger, by=BY)
+
+    def on_finding(self, finding: Finding) -> None:
+        """Take in one finding. Raise LedgerUnreachable where it could not be written."""
+        if self._also is not None:
+            self._also(finding)
+        job = finding.job
+        if finding.severity != "stop" or not job:
+            return
+        event = flagged(finding)
+        content = hashlib.sha256(event.model_dump_json().encode()).hexdigest()[:16]
+        self._ledger.append(job, event, key=f"guard:{content}")
+        try:
+            self._gate.freeze(job, by=BY, reason=f"{finding.invariant}: {finding.cause}")
+        except IllegalStep:
+            # A job that has ended moves nothing any more.
+            if self._ledger.state().job(job).status == "open":
+                raise

@@ -1,0 +1,1 @@
+"""Replay: runs a small job again and names the first thing that came out otherwise."""

@@ -1,0 +1,218 @@
+"""Looks at one stretch of stored events as fast as Python can; runs in processes of its own, too.
+
+It says whether the stretch is sound, and never what is wrong with one that is not: that is told by
+integrity.py, row by row. Whatever this module accepts, that one accepts as well; in doubt (a field
+that is null instead of absent, say) it refuses. Imports little, since each process pays for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sqlite3
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any, BinaryIO
+
+import orjson
+
+from shiftbook.ledger.merkle import TILE_HEIGHT, edge_of
+
+PAGE_ROWS = 2_048
+"""Rows of one read; each is a short transaction, so none holds a checkpoint up."""
+
+BLOCK_EVENTS = 1 << 16
+"""Events of a block that starts at a multiple of it: a complete subtree of the Merkle tree."""
+
+_IN_BOTH = ("position", "job", "version", "type", "schema", "writer", "sequence", "recorded_ns")
+"""Fields that stand in the bytes and as columns, and are never absent."""
+
+COLUMNS = (*_IN_BOTH, "operation", "key")
+"""Columns that repeat what stands in the bytes."""
+
+_fields = itemgetter(*_IN_BOTH, "occurred_ns", "actor", "body")
+_TYPES = (int, str, int, str, int, str, int, int, int, str, dict)
+_SHARED = len(_IN_BOTH)
+_LEAST_FIELDS = len(_TYPES)
+
+# Quoted names: `schema` and `key` are words of SQL.
+_LISTED = ", ".join(f'"{name}"' for name in (*COLUMNS, "data", "leaf"))
+SELECT = (
+    f"SELECT {_LISTED} FROM events WHERE position > ? AND position <= ? ORDER BY position LIMIT ?"
+)
+"""Rows of a page, for the last position before it, the last one in it, and their number."""
+
+Page = Sequence[Sequence[Any]]
+"""Rows with the values of COLUMNS, the bytes and the leaf, as they are stored."""
+
+Named = tuple[int, str, dict[str, Any]]
+"""An evidence segment as an event names it: position, type, segment."""
+
+
+@dataclass
+class Block:
+    """What is known of a sound stretch of events, for whoever puts the stretches together."""
+
+    first: int
+    last: int
+    sound: bool = False
+    first_versions: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
+    """First and last version of each job in it; those between have no gap."""
+    first_sequences: dict[str, int] = field(default_factory=dict)
+    sequences: dict[str, int] = field(default_factory=dict)
+    """First and last sequence of each writer in it."""
+    head: bytes = b""
+    """Leaf of its last event."""
+    edge: list[bytes] = field(default_factory=list)
+    """Roots of its maximal complete subtrees, largest first (RFC 9162, 2.1.1)."""
+    edges: dict[int, list[bytes]] = field(default_factory=dict)
+    """The same for its first events, by the number of events up to there in the ledger."""
+    nodes: list[tuple[int, int, bytes]] = field(default_factory=list)
+    """Roots of full tiles: tile level from 1, number in the ledger, hash."""
+    segments: list[Named] = field(default_factory=list)
+
+
+def scan_block(uri: str, first: int, last: int, sizes: Iterable[int] = ()) -> Block:
+    """Look at the events from ``first`` to ``last``, both included, through an own connection.
+
+    ``first`` is a multiple of BLOCK_EVENTS and the stretch no longer than that. ``uri`` is opened
+    by sqlite3 as it stands; ``sizes`` are numbers of events whose edge is wanted. Never raises for
+    what the store holds: such a block is not sound.
+    """
+    block = Block(first, last)
+    leaves: list[bytes] = []
+    try:
+        with closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
+            after = first - 1
+            while after < last:
+                page = connection.execute(SELECT, (after, last, PAGE_ROWS)).fetchall()
+                if not page or not check_page(page, block, leaves):
+                    block.sound = False
+                    return block
+                after += len(page)
+    except (sqlite3.Error, ValueError, OverflowError, MemoryError):
+        block.sound = False
+        return block
+    _grow(block, leaves, sizes)
+    return block
+
+
+def check_page(
+    page: Page, block: Block, leaves: list[bytes], values: list[dict[str, Any]] | None = None
+) -> bool:
+    """Say whether all rows are sound and the next ones of a block; add their leaves.
+
+    ``values`` takes the decoded envelopes, where they are wanted.
+    """
+    try:
+        block.sound = _check(page, block.first + len(leaves), block, leaves, values)
+    except (ValueError, KeyError, TypeError, OverflowError):
+        block.sound = False
+    if block.sound:
+        block.head = leaves[-1]
+    return block.sound
+
+
+def _check(
+    page: Page,
+    expected: int,
+    block: Block,
+    leaves: list[bytes],
+    values: list[dict[str, Any]] | None,
+) -> bool:
+    """One long loop without calls, since a call costs as much as the hash of an event."""
+    sha256, loads = hashlib.sha256, orjson.loads
+    versions, sequences, segments = block.versions, block.sequences, block.segments
+    for row in page:
+        position, job, version, type_, _, writer, sequence, _, operation, key, data, leaf = row
+        if position != expected or sha256(b"\x00" + data).digest() != leaf:
+            return False
+        value = loads(data)
+        found = _fields(value)
+        # Equal alone is not enough: JSON's true and 1.0 equal 1.
+        if found[:_SHARED] != row[:_SHARED] or tuple(map(type, found)) != _TYPES:
+            return False
+        plain = len(value) == _LEAST_FIELDS and operation is None and key is None
+        if not plain and not _optional(value, row):
+            return False
+        last = versions.get(job)
+        if last is None:
+            block.first_versions[job] = version
+        elif version != last + 1:
+            return False
+        versions[job] = version
+        last = sequences.get(writer)
+        if last is None:
+            block.first_sequences[writer] = sequence
+        elif sequence != last + 1:
+            return False
+        sequences[writer] = sequence
+        if values is not None:
+            values.append(value)
+        else:
+            body = found[-1]
+            if "segment" in body and isinstance(body["segment"], dict):
+                segments.append((position, type_, body["segment"]))
+        expected += 1
+        leaves.append(leaf)
+    return True
+
+
+def _optional(value: dict[str, Any], row: Sequence[Any]) -> bool:
+    """Say whether operation, key and cause are right, and no other field stands there."""
+    operation, key = row[_SHARED], row[_SHARED + 1]
+    expected = _LEAST_FIELDS
+    for name, column in (("operation", operation), ("key", key)):
+        if column is not None:
+            expected += 1
+            if type(value.get(name)) is not str or value[name] != column:
+                return False
+    if "cause" in value:
+        expected += 1
+        if type(value["cause"]) is not int or not 0 <= value["cause"] < row[0]:
+            return False
+    return len(value) == expected
+
+
+def levels_of(leaves: Sequence[bytes]) -> list[list[bytes]]:
+    """Roots of the complete subtrees over leaf hashes, by their level and number."""
+    sha256 = hashlib.sha256
+    levels = [list(leaves)]
+    while len(levels[-1]) > 1:
+        pairs = iter(levels[-1])
+        levels.append(
+            [
+                sha256(b"\x01" + left + right).digest()
+                for left, right in zip(pairs, pairs, strict=False)
+            ]
+        )
+    return levels
+
+
+def _grow(block: Block, leaves: Sequence[bytes], sizes: Iterable[int]) -> None:
+    """Put into a block what its leaves give of the tree over the ledger."""
+    levels = levels_of(leaves)
+
+    def node(level: int, number: int) -> bytes:
+        return levels[level][number]
+
+    block.edge = edge_of(len(leaves), node)
+    wanted = [size for size in sizes if block.first < size <= block.last + 1]
+    block.edges = {size: edge_of(size - block.first, node) for size in wanted}
+    for level in range(TILE_HEIGHT, len(levels), TILE_HEIGHT):
+        start = block.first >> level
+        named = enumerate(levels[level], start)
+        block.nodes += [(level // TILE_HEIGHT, number, value) for number, value in named]
+
+
+def work(orders: BinaryIO, answers: BinaryIO) -> None:
+    """Look at the stretches that another process orders, and answer with a block for each.
+
+    Orders are one pickled list of the arguments of ``scan_block``, answers pickled blocks.
+    """
+    for order in pickle.load(orders):
+        pickle.dump(scan_block(*order), answers, pickle.HIGHEST_PROTOCOL)
+        answers.flush()
