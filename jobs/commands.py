@@ -18,7 +18,7 @@ from shiftbook.ledger.cli_options import emit, emit_document, format_option
     required=True,
     help="Folder for ledger.db, bundles/ and report.html. A run that was cut short goes on there.",
 )
-@click.option("--iterations", type=click.IntRange(min=2), default=8, show_default=True)
+@click.option("--iterations", type=click.IntRange(min=2), default=7, show_default=True)
 @click.option(
     "--schedule",
     type=click.Choice(["all", "dynamic", "static", "timeshared"]),
