@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shiftbook.checkpoint.compare import root
@@ -89,32 +90,48 @@ class Syncer:
     def begin(self, published: Published, targets: Sequence[str], base: int | None) -> str:
         """Record the intent; waits for a move that is quiesced or further. In an outage the
         record is spooled: syncs inside the topology go on."""
+        return self._begin(published, base, lambda: tuple(targets))[0]
+
+    def _begin(
+        self, published: Published, base: int | None, targets: Callable[[], tuple[str, ...]]
+    ) -> tuple[str, tuple[str, ...]]:
+        """``begin``, with targets that are asked for whenever a move was waited for: it may have
+        brought engines up, with the version before this one."""
         self._count += 1
         operation = f"sync-{self._grant.operation}-{published.version}-{self._count}"
-        started = WeightSyncStarted(
-            attempt=self._grant.operation,
-            version=published.version,
-            base_version=base,
-            source=published.prints,
-            source_root=published.root,
-            encoding=ENCODING,
-            targets=tuple(targets),
-            epoch=self._grant.epoch,
-        )
         self._recording.flush()
         deadline = time.monotonic() + MOVE_LIMIT_S
         while True:
+            asked = targets()
+            started = WeightSyncStarted(
+                attempt=self._grant.operation,
+                version=published.version,
+                base_version=base,
+                source=published.prints,
+                source_root=published.root,
+                encoding=ENCODING,
+                targets=asked,
+                epoch=self._grant.epoch,
+            )
             try:
                 if self._recording.spooling:
                     raise LedgerUnreachable("records are being spooled")
-                return self._gate.begin_sync(self._job, started, operation=operation)
+                return self._gate.begin_sync(self._job, started, operation=operation), asked
             except SyncMustWait:
                 if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(LOOK_AGAIN_S)
             except LedgerUnreachable:
                 self._recording.now([Draft(started, operation=operation)], key=operation)
-                return operation
+                return operation, asked
+
+    def _engines(self, known: Sequence[str]) -> tuple[str, ...]:
+        """Engines of the topology as the ledger has it now; those that are known in an outage."""
+        try:
+            topology = self._gate.ledger.state().job(self._job).topology
+        except LedgerUnreachable:
+            return tuple(known)
+        return tuple(replica.name for replica in topology.replicas("rollout"))
 
     def sync(
         self,
@@ -132,8 +149,10 @@ class Syncer:
         left = list(targets)
         served: list[str] = []
         reasons: list[str] = []
-        for _ in range(TRIES):
-            outcomes = self._deliver(published, left, base)
+        for number in range(TRIES):
+            again = tuple(left)
+            asked = partial(self._engines, targets) if number == 0 else lambda: again  # noqa: B023
+            outcomes = self._deliver(published, asked, base)
             served += [o.target for o in outcomes if o.outcome == "serving"]
             for outcome in outcomes:
                 if outcome.outcome != "serving":
@@ -154,11 +173,11 @@ class Syncer:
         return time.monotonic() - began_s
 
     def _deliver(
-        self, published: Published, targets: Sequence[str], base: int
+        self, published: Published, asked: Callable[[], tuple[str, ...]], base: int
     ) -> list[TargetOutcome]:
         """One operation; what came of it, by target."""
         began_s = time.monotonic()
-        operation = self.begin(published, targets, base)
+        operation, targets = self._begin(published, base, asked)
         offered = published.offered()
         futures = {r: self._fleet.send(r, "call", self._grant, "sync", offered) for r in targets}
         drafts: list[Draft] = []
