@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shiftbook.jobs import tokenizer
-from shiftbook.jobs.engine_types import TurnRequest, TurnResult
+from shiftbook.jobs.engine_types import TurnRequest, TurnResult, check_request
 from shiftbook.jobs.errors import EngineError
 from shiftbook.jobs.keyed_rng import turn_key, uniform_at
 from shiftbook.jobs.model import DecodeKernel, ModelConfig
@@ -178,7 +178,7 @@ class TorchEngine:
 
     def submit(self, request: TurnRequest) -> None:
         """Queue a turn. Raises ``EngineError`` for a request that is held already or malformed."""
-        self._check(request)
+        check_request(request, self._keys, self.config.context)
         self._keys.add(request.key)
         heapq.heappush(self._queue, (request.priority, next(self._arrival), request))
 
@@ -230,27 +230,6 @@ class TorchEngine:
         if self._kernel is None:
             raise EngineError("expected an engine with weights, found none loaded; call load first")
         return self._kernel
-
-    def _check(self, request: TurnRequest) -> None:
-        known = len(request.context) + len(request.partial)
-        partial = len(request.partial)
-        if request.key in self._keys:
-            raise EngineError(
-                f"turn {request.turn} of {request.uid} is held already; "
-                "submit a turn to one engine, once"
-            )
-        if not request.context or known >= self.config.context or partial >= request.max_new:
-            raise EngineError(
-                f"turn {request.turn} of {request.uid}: expected a context of 1 to "
-                f"{self.config.context - 1} tokens and room for one more, found "
-                f"{len(request.context)} with {partial} of {request.max_new} sampled"
-            )
-        if len(request.partial_logps) != partial or len(request.partial_versions) != partial:
-            raise EngineError(
-                f"turn {request.turn} of {request.uid}: expected {partial} partial "
-                f"log-probabilities and versions, found {len(request.partial_logps)} and "
-                f"{len(request.partial_versions)}; hand over what drain returned"
-            )
 
     def _fill_lanes(self, kernel: DecodeKernel) -> None:
         if not self._queue:

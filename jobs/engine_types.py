@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
+
+from shiftbook.jobs.errors import EngineError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -113,3 +115,26 @@ class Engine(Protocol):
 
     def drain(self) -> list[TurnRequest]:
         """Hand over all turns, running ones with their partial tokens, in urgency order."""
+
+
+def check_request(request: TurnRequest, held: Collection[tuple[str, int]], context: int) -> None:
+    """Raise ``EngineError`` for a turn that is held already or does not fit ``context`` tokens."""
+    known = len(request.context) + len(request.partial)
+    partial = len(request.partial)
+    if request.key in held:
+        raise EngineError(
+            f"turn {request.turn} of {request.uid} is held already; "
+            "submit a turn to one engine, once"
+        )
+    if not request.context or known >= context or partial >= request.max_new:
+        raise EngineError(
+            f"turn {request.turn} of {request.uid}: expected a context of 1 to "
+            f"{context - 1} tokens and room for one more, found "
+            f"{len(request.context)} with {partial} of {request.max_new} sampled"
+        )
+    if len(request.partial_logps) != partial or len(request.partial_versions) != partial:
+        raise EngineError(
+            f"turn {request.turn} of {request.uid}: expected {partial} partial "
+            f"log-probabilities and versions, found {len(request.partial_logps)} and "
+            f"{len(request.partial_versions)}; hand over what drain returned"
+        )

@@ -146,12 +146,11 @@ class Syncer:
         ``EngineError`` where engines refuse it for good and no other serves it.
         """
         began_s = time.monotonic()
-        left = list(targets)
+        left: list[str] = []
         served: list[str] = []
         reasons: list[str] = []
-        for number in range(TRIES):
-            again = tuple(left)
-            asked = partial(self._engines, targets) if number == 0 else lambda: again  # noqa: B023
+        asked: Callable[[], tuple[str, ...]] = partial(self._engines, targets)
+        for _ in range(TRIES):
             outcomes = self._deliver(published, asked, base)
             served += [o.target for o in outcomes if o.outcome == "serving"]
             for outcome in outcomes:
@@ -165,6 +164,7 @@ class Syncer:
             reasons = [f"{o.target}: {o.reason}" for o in refused]
             if not left:
                 break
+            asked = partial(tuple, left)
         if left and not served:
             raise EngineError(
                 f"expected an engine to serve version {published.version}, found that none took "
