@@ -297,7 +297,7 @@ class TrainingLoop:
         standing.begin_iteration()
         times = IterationTimes(self._fleet, standing.topology)
         draws = self._sampler.draw(config.groups)
-        iteration = Iteration(number, config.seed, draws, GROUP_SIZE)
+        iteration = Iteration(number, config.seed, draws, GROUP_SIZE, standing.version)
         name = standing.grant.operation
         self._recording.later([Draft(drawn(name, iteration, HASH_SORT, config.seed))])
         self._desk.begin(iteration)
@@ -306,9 +306,9 @@ class TrainingLoop:
         standing.version += 1
         self._record_update(iteration, reports)
         base = standing.last_published
-        published = standing.put_out(first["weights"], standing.version)
-        targets = [r.name for r in standing.topology.replicas("rollout")]
-        stall_s = self._syncer.sync(published, targets, base.version, self._desk.exchange)
+        with self._syncer.alone:  # nothing that is brought up meanwhile takes the version before
+            published = standing.put_out(first["weights"], standing.version)
+            stall_s = self._syncer.sync(published, base.version, self._desk.exchange)
         wall_s = time.monotonic() - began_s
         standing.add_stalls({"rollout": stall_s})
         event = times.event(

@@ -223,6 +223,17 @@ class SyncMustWait(GateError):
         )
 
 
+class TopologyChanged(GateError):
+    """What was asked for was made on a topology that is no longer in force."""
+
+    def __init__(self, seen: str, found: str) -> None:
+        self.seen, self.found = seen, found
+        super().__init__(
+            f"expected the topology {found}, which is in force, found a request made on {seen}; "
+            "read the topology again and ask anew"
+        )
+
+
 class DeviceHeld(GateError):
     """Another process holds the lock of a device, so it may still use it."""
 
