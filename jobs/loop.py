@@ -38,7 +38,7 @@ from shiftbook.jobs.state_records import first_updated, first_used, saved_bundle
 from shiftbook.jobs.syncing import Syncer, probed
 from shiftbook.jobs.updating import Reports, Updater
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.errors import LedgerUnreachable, RecoverLater
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.observation import IterationCompleted
 from shiftbook.ledger.events.state import CheckpointSaved
@@ -181,7 +181,12 @@ class TrainingLoop:
     def repair(
         self, topology: dict[str, Any], move: Grant | None = None, forward: bool = False
     ) -> None:
-        """Bring the processes into a topology, at the end of a move or after one was closed."""
+        """Bring the processes into a topology, at the end of a move or after one was closed.
+
+        Raises RecoverLater while an attempt starts, which itself ends what is open.
+        """
+        if self._phase == "starting":
+            raise RecoverLater(f"the training loop of {self.config.job} starts; try again")
         self._care.repair(Topology.model_validate(topology), move=move, forward=forward)
 
     def stop(self) -> None:

@@ -27,9 +27,11 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── StaleGrant                  the grant's epoch is not the operation's current one
 │   ├── StepTimeout                 the step came after its time limit
 │   ├── SyncMustWait                a move is past the point where a weight sync may end it
+│   ├── TopologyChanged             the topology that a request was made on is not in force
 │   ├── DeviceHeld                  another process holds the lock of a device
 │   ├── RolledBack                  the operation was undone
 │   └── Poisoned                    neither forward nor back was possible
+├── RecoverLater                    a mover cannot act now; the move stays open
 ├── MissingExtra                    an optional dependency is not installed
 └── InvalidQuery / InvalidInput     what the user typed cannot be done
 """
@@ -244,6 +246,10 @@ class Poisoned(GateError):
 
 class RolledBack(GateError):
     """The operation was undone; the topology before it is in force again."""
+
+
+class RecoverLater(ShiftbookError):
+    """A mover cannot act now, which says nothing about whether it can: the move stays open."""
 
 
 class MissingExtra(ShiftbookError):
