@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.topology import Topology
 from tests.postgres_server import PostgresServer, running_server
 from tests.scheduler.conftest import OnRay
@@ -59,6 +61,10 @@ def ends_well(on_postgres: OnRay, job: str, undisturbed: dict[int, Any]) -> None
     running.wait(LIMIT_S)
     running.end()
     assert on_postgres.record(job) == undisturbed
+    stands_once_and_clean(on_postgres, job)
+
+
+def stands_once_and_clean(on_postgres: OnRay, job: str) -> None:
     verdict = on_postgres.verdict(job)
     assert verdict.exit_code == 0, [f.plain() for f in verdict.findings] or verdict.could_not
     events = list(on_postgres.ledger.read())
@@ -117,6 +123,47 @@ def test_the_loop_dies_while_its_records_are_spooled(
     ends_well(on_postgres, job, undisturbed)
     says_that_it_was_away(on_postgres)
     assert len(on_postgres.ledger.state().job(job).attempts) == 2
+
+
+def test_a_full_spool_stops_the_training_and_the_same_command_takes_it_up(
+    on_postgres: OnRay, server: PostgresServer, undisturbed: dict[int, Any]
+) -> None:
+    """Nothing is trained that cannot be recorded; what the spool acknowledged is kept."""
+    job = "full-in-the-dark"
+    disk = side_path(on_postgres.place.ledger_url, ".spool")
+    disk.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        running = on_postgres.start(job, schedule="static", **SIZE)
+        in_training(on_postgres, job)
+        until(lambda: on_postgres.ledger.state().job(job).iteration >= 1, 60)
+        server.stop("fast")
+        try:
+            error = until(lambda: (running.status() or {}).get("error"), 90)
+            assert "No space left on device" in error
+            assert "make space" in error
+            running.end()
+        finally:
+            server.start()
+        larger = ["mount", "-o", "remount,size=64m", str(disk)]
+        subprocess.run(larger, check=True, capture_output=True)
+        again = on_postgres.start(job, schedule="static", **SIZE)
+        again.wait(LIMIT_S)
+        again.end()
+        found = on_postgres.record(job)
+        resumed = list(on_postgres.ledger.read(types={"AttemptStarted"}))[-1].body["iteration"]
+        # The end of the iteration at which the spool was full was refused, so it stands nowhere;
+        # where its bundle was recorded before that, the next attempt does not make it again.
+        assert [number for number, entry in found.items() if "" in entry] in ([], [resumed - 1])
+        assert {n: e for n, e in found.items() if "" not in e}.items() <= undisturbed.items()
+        assert max(found) == max(undisturbed)
+        stands_once_and_clean(on_postgres, job)
+        says_that_it_was_away(on_postgres)
+        assert len(on_postgres.ledger.state().job(job).attempts) == 2
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def test_the_outage_begins_between_two_steps_of_a_move(
