@@ -58,7 +58,12 @@ class ArchivedEvents:
     ) -> None:
         self.archive.close()
 
-    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+    def blocks(
+        self,
+        until: int | None,
+        sizes: Collection[int],
+        evidence: Path | None = None,
+    ) -> Generator[Block]:
         """None: the file is unpacked as one stream."""
         yield from ()
 

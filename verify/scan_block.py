@@ -7,18 +7,23 @@ that is null instead of absent, say) it refuses. Imports little, since each proc
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import pickle
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
 from shiftbook.ledger.merkle import TILE_HEIGHT, edge_of
+
+if TYPE_CHECKING:
+    from shiftbook.verify.evidence import EvidenceFolder, Rows
 
 PAGE_ROWS = 2_048
 """Rows of one read; each is a short transaction, so none holds a checkpoint up."""
@@ -73,31 +78,79 @@ class Block:
     nodes: list[tuple[int, int, bytes]] = field(default_factory=list)
     """Roots of full tiles: tile level from 1, number in the ledger, hash."""
     segments: list[Named] = field(default_factory=list)
+    """Evidence that its events name and that nobody has looked at yet."""
+    bound: int = 0
+    """Evidence that its events name and that was looked at."""
+    problems: list[tuple[Named, Rows]] = field(default_factory=list)
+    """What of it is not as it should be."""
 
 
-def scan_block(uri: str, first: int, last: int, sizes: Iterable[int] = ()) -> Block:
-    """Look at the events from ``first`` to ``last``, both included, through an own connection.
+@dataclass(frozen=True)
+class Orders:
+    """What a process of its own is to look at."""
 
-    ``first`` is a multiple of BLOCK_EVENTS and the stretch no longer than that. ``uri`` is opened
-    by sqlite3 as it stands; ``sizes`` are numbers of events whose edge is wanted. Never raises for
-    what the store holds: such a block is not sound.
+    uri: str
+    """Opened by sqlite3 as it stands."""
+    stretches: Sequence[Stretch]
+    evidence: Path | None = None
+    """Folder of the segments, where they are to be read as well."""
+
+    def blocks(self) -> Iterator[Block]:
+        """What ``scan_blocks`` says of them."""
+        return scan_blocks(self)
+
+
+Stretch = tuple[int, int, Sequence[int]]
+"""First and last position, and the numbers of events in it whose edge is wanted."""
+
+
+def scan_blocks(orders: Orders) -> Iterator[Block]:
+    """Look at stretches of events, one after the other, through one connection of its own.
+
+    Each begins at a multiple of its longest length, a power of two. Never raises for what the
+    store holds: such a block is not sound.
     """
-    block = Block(first, last)
+    folder: EvidenceFolder | None = None
+    if orders.evidence is not None:
+        from shiftbook.verify.evidence import EvidenceFolder  # pydantic: only where it is needed
+
+        folder = EvidenceFolder(orders.evidence)
+    try:
+        with closing(sqlite3.connect(orders.uri, uri=True, isolation_level=None)) as connection:
+            for first, last, sizes in orders.stretches:
+                block = _look(connection, Block(first, last), sizes)
+                if block.sound and folder is not None:
+                    _read_evidence(block, folder)
+                yield block
+    except sqlite3.Error:
+        return  # it cannot even be opened
+
+
+def _look(connection: sqlite3.Connection, block: Block, sizes: Iterable[int]) -> Block:
     leaves: list[bytes] = []
     try:
-        with closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
-            after = first - 1
-            while after < last:
-                page = connection.execute(SELECT, (after, last, PAGE_ROWS)).fetchall()
-                if not page or not check_page(page, block, leaves):
-                    block.sound = False
-                    return block
-                after += len(page)
+        after = block.first - 1
+        while after < block.last:
+            page = connection.execute(SELECT, (after, block.last, PAGE_ROWS)).fetchall()
+            if not page or not check_page(page, block, leaves):
+                block.sound = False
+                return block
+            after += len(page)
     except (sqlite3.Error, ValueError, OverflowError, MemoryError):
         block.sound = False
         return block
     _grow(block, leaves, sizes)
     return block
+
+
+def _read_evidence(block: Block, folder: EvidenceFolder) -> None:
+    """Read the segments that a block's events name."""
+    for named in block.segments:
+        _, type_, segment = named
+        rows = folder.named(type_, segment)
+        if rows is not None and rows.problem is not None:
+            block.problems.append((named, rows))
+    block.bound, block.segments = len(block.segments), []
 
 
 def check_page(
@@ -209,10 +262,11 @@ def _grow(block: Block, leaves: Sequence[bytes], sizes: Iterable[int]) -> None:
 
 
 def work(orders: BinaryIO, answers: BinaryIO) -> None:
-    """Look at the stretches that another process orders, and answer with a block for each.
+    """Look at what another process orders, and answer with a block for each stretch.
 
-    Orders are one pickled list of the arguments of ``scan_block``, answers pickled blocks.
+    The order is one pickled object whose ``blocks`` gives them; answers are pickled too.
     """
-    for order in pickle.load(orders):
-        pickle.dump(scan_block(*order), answers, pickle.HIGHEST_PROTOCOL)
+    gc.disable()  # nothing here refers to itself, and a block has many objects to walk
+    for block in pickle.load(orders).blocks():
+        pickle.dump(block, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()
