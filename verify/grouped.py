@@ -27,7 +27,7 @@ from shiftbook.verify.scan_block import Named
 from shiftbook.verify.sources import EventSource
 from shiftbook.verify.stored import RawEvents, one_line
 
-GROUP_EVENTS = 250_000
+GROUP_EVENTS = 200_000
 """Events of the jobs that are judged together, at most, but for a job that has more: the judge
 remembers some 0.5 kB of each."""
 
@@ -117,6 +117,7 @@ class _Grouped:
         judgement = Judgement()
         for group in _groups(integrity.versions, job) if last >= 0 else ():
             judgement.add(self._judge_group(group, last))
+            gc.collect()  # a judge and its invariants refer to each other
         order = [name for name in integrity.versions if name in judgement.jobs]
         judgement.jobs = {name: judgement.jobs[name] for name in order}
         judgement.seen = [name for name in integrity.versions if name != SYSTEM_JOB]

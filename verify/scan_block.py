@@ -31,6 +31,10 @@ PAGE_ROWS = 2_048
 BLOCK_EVENTS = 1 << 16
 """Events of a block that starts at a multiple of it: a complete subtree of the Merkle tree."""
 
+RARELY = 50_000
+"""Objects made between two looks of the collector in a process of its own: what is read here has
+many and nearly none that refer to themselves."""
+
 _IN_BOTH = ("position", "job", "version", "type", "schema", "writer", "sequence", "recorded_ns")
 """Fields that stand in the bytes and as columns, and are never absent."""
 
@@ -266,7 +270,7 @@ def work(orders: BinaryIO, answers: BinaryIO) -> None:
 
     The order is one pickled object whose ``blocks`` gives them; answers are pickled too.
     """
-    gc.disable()  # nothing here refers to itself, and a block has many objects to walk
+    gc.set_threshold(RARELY)
     for block in pickle.load(orders).blocks():
         pickle.dump(block, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()
