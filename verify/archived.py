@@ -63,6 +63,8 @@ class ArchivedEvents:
         until: int | None,
         sizes: Collection[int],
         evidence: Path | None = None,
+        *,
+        named: bool = True,
     ) -> Generator[Block]:
         """None: the file is unpacked as one stream."""
         yield from ()

@@ -430,8 +430,9 @@ def check_rows(
     on_event: Callable[[int], None] | None = None,
 ) -> None:
     """As ``check_stored``, without what ``check_whole`` looks at afterwards."""
-    evidence = None if integrity.evidence_apart else integrity.folder
-    with closing(raw.blocks(until, integrity.sizes, evidence)) as blocks:
+    apart = integrity.evidence_apart
+    evidence = None if apart else integrity.folder
+    with closing(raw.blocks(until, integrity.sizes, evidence, named=not apart)) as blocks:
         for block in blocks:
             if not integrity.take(block):
                 break

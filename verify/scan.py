@@ -49,16 +49,18 @@ def sound_blocks(
     sizes: Collection[int] = (),
     evidence: Path | None = None,
     *,
+    named: bool = True,
     processes: int | None = None,
 ) -> Generator[Block]:
     """Blocks of the first ``events`` events of an SQLite ledger, as long as they are sound.
 
     ``sizes`` are numbers of events whose edge in the tree is wanted; ``evidence`` is the folder of
-    the segments, where they are to be looked at too. At most ``processes`` blocks are in memory at
-    once (default: one for each usable core), some 20 MB each, and 60 MB more with evidence.
+    the segments, where they are to be looked at too; ``named`` whether they are wanted at all. At
+    most ``processes`` blocks are in memory at once (default: one for each usable core), some 20 MB
+    each, and 60 MB more with evidence.
     """
     usable = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    orders = Orders(ledger_uri(path), _stretches(events, BLOCK_EVENTS, sizes), evidence)
+    orders = Orders(ledger_uri(path), _stretches(events, BLOCK_EVENTS, sizes), evidence, named)
     alone = events <= ALONE_EVENTS or usable == 1
     for block in scan_blocks(orders) if alone else shared(orders, usable, Block):
         if not block.sound:

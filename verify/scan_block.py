@@ -25,8 +25,9 @@ from shiftbook.ledger.merkle import TILE_HEIGHT, edge_of
 if TYPE_CHECKING:
     from shiftbook.verify.evidence import EvidenceFolder, Rows
 
-PAGE_ROWS = 2_048
-"""Rows of one read; each is a short transaction, so none holds a checkpoint up."""
+PAGE_ROWS = 256
+"""Rows of one read: they are still in the processor's cache when they are looked at. Each is a
+short transaction, so none holds a checkpoint up."""
 
 BLOCK_EVENTS = 1 << 16
 """Events of a block that starts at a multiple of it: a complete subtree of the Merkle tree."""
@@ -98,6 +99,8 @@ class Orders:
     stretches: Sequence[Stretch]
     evidence: Path | None = None
     """Folder of the segments, where they are to be read as well."""
+    named: bool = True
+    """Whether the segments that events name are wanted at all."""
 
     def blocks(self) -> Iterator[Block]:
         """What ``scan_blocks`` says of them."""
@@ -123,6 +126,8 @@ def scan_blocks(orders: Orders) -> Iterator[Block]:
         with closing(sqlite3.connect(orders.uri, uri=True, isolation_level=None)) as connection:
             for first, last, sizes in orders.stretches:
                 block = _look(connection, Block(first, last), sizes)
+                if not orders.named:
+                    block.segments = []
                 if block.sound and folder is not None:
                     _read_evidence(block, folder)
                 yield block
@@ -192,8 +197,12 @@ def _check(
         # Equal alone is not enough: JSON's true and 1.0 equal 1.
         if found[:_SHARED] != row[:_SHARED] or tuple(map(type, found)) != _TYPES:
             return False
-        plain = len(value) == _LEAST_FIELDS and operation is None and key is None
-        if not plain and not _optional(value, row):
+        more = len(value) - _LEAST_FIELDS
+        # First what most events have: none of the optional fields, or an operation alone.
+        if key is None and (more == 0 if operation is None else more == 1):
+            if operation is not None and value.get("operation") != operation:
+                return False
+        elif not _optional(value, row):
             return False
         last = versions.get(job)
         if last is None:

@@ -116,6 +116,8 @@ class ServedEvents:
         until: int | None,
         sizes: Collection[int],
         evidence: Path | None = None,
+        *,
+        named: bool = True,
     ) -> Generator[Block]:
         """None: one process reads the server's answers as fast as they come."""
         yield from ()

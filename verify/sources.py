@@ -45,6 +45,8 @@ class EventSource(Protocol):
         until: int | None,
         sizes: Collection[int],
         evidence: Path | None = None,
+        *,
+        named: bool = True,
     ) -> Generator[Block]:
         """Stretches from 0 on that were found sound by several processes, in order, where that is
         faster; ends before the first that is not. ``sizes`` are those of heads, ``evidence`` the

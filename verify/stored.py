@@ -144,9 +144,11 @@ class RawEvents:
         until: int | None,
         sizes: Collection[int],
         evidence: Path | None = None,
+        *,
+        named: bool = True,
     ) -> Generator[Block]:
         """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
-        yield from sound_blocks(self.path, self.events(until), sizes, evidence)
+        yield from sound_blocks(self.path, self.events(until), sizes, evidence, named=named)
 
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
