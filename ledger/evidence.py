@@ -4,51 +4,38 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
-from shiftbook.ledger.segment_place import LocalFolder, SegmentPlace, WritablePlace, open_place
+from shiftbook.ledger.segment_place import (
+    Beside,
+    Place,
+    WritablePlace,
+    evidence_folder,
+    segment_place,
+)
+
+__all__ = [
+    "Beside",
+    "Place",
+    "Rows",
+    "WritablePlace",
+    "column_types",
+    "evidence_folder",
+    "read_segment",
+    "segment_place",
+    "segment_sha256",
+    "writable_place",
+    "write_segment",
+    "write_segments",
+]
 
 Rows: TypeAlias = "Mapping[str, Sequence[Any]] | pa.Table"
 """A table, or columns of one length by name."""
-
-
-class Beside(Protocol):
-    """Whatever has a ledger file, such as a Ledger; ``evidence`` may name another place."""
-
-    @property
-    def path(self) -> Path | None: ...
-
-
-Place: TypeAlias = "Beside | Path | str | SegmentPlace"
-"""A ledger, the folder of its segments, the folder's URL, or what holds segments itself."""
-
-
-def evidence_folder(place: Beside | Path) -> Path:
-    """Folder of the segments beside a ledger; a path is that folder itself."""
-    if isinstance(place, Path):
-        return place
-    if place.path is None:
-        raise EvidenceError(
-            "expected a ledger in a file, whose segments lie beside it, found one in a server; "
-            "name the folder or its URL instead (SHIFTBOOK_EVIDENCE, or --evidence)"
-        )
-    return place.path.with_name(place.path.name + ".evidence")
-
-
-def segment_place(place: Place) -> SegmentPlace:
-    """What holds the segments of a ledger: the place that it names, else the folder beside it."""
-    if isinstance(place, Path | str):
-        return open_place(place)
-    if isinstance(place, SegmentPlace):
-        return place
-    named: Path | str | None = getattr(place, "evidence", None)
-    return LocalFolder(evidence_folder(place)) if named is None else open_place(named)
 
 
 def writable_place(place: Place) -> WritablePlace:
@@ -166,27 +153,28 @@ def read_segment(place: Place, segment: Segment) -> pa.Table:
     """Read a segment; raise EvidenceError where it is missing, torn, altered or not as bound."""
     source = segment_place(place)
     data = source.get(segment.sha256)
-    where = source.where(segment.sha256)
     if data is None:
+        where = source.where(segment.sha256)
         raise EvidenceError(f"expected evidence at {where}, found none; restore it from a copy")
     found = segment_sha256(data)
     if found != segment.sha256:
         raise EvidenceError(
-            f"expected {where} with SHA-256 {segment.sha256} and {segment.bytes} bytes, found "
-            f"{found} and {len(data)} bytes; restore it from a copy"
+            f"expected {source.where(segment.sha256)} with SHA-256 {segment.sha256} and "
+            f"{segment.bytes} bytes, found {found} and {len(data)} bytes; restore it from a copy"
         )
     try:
         # A segment is small: threads, and looking for partitions, would take six times as long.
         table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
     except (pa.ArrowException, OSError) as error:
-        said = " ".join(str(error).split())[:200]
+        where, said = source.where(segment.sha256), " ".join(str(error).split())[:200]
         raise EvidenceError(f"expected Parquet in {where}, found other bytes ({said})") from error
-    bound = _told(segment.rows, segment.columns, segment.types, segment.bytes)
     types = None if segment.types is None else column_types(table.schema)
-    held = _told(table.num_rows, tuple(table.column_names), types, len(data))
+    bound = (segment.rows, segment.columns, segment.types, segment.bytes)
+    held = (table.num_rows, tuple(table.column_names), types, len(data))
     if bound != held:
         raise EvidenceError(
-            f"expected {bound} in {where}, found {held}; the event that binds it is wrong"
+            f"expected {_told(*bound)} in {source.where(segment.sha256)}, found {_told(*held)}; "
+            "the event that binds it is wrong"
         )
     return table
 

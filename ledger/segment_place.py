@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from shiftbook.ledger.dialect import sync_path
@@ -235,3 +235,39 @@ def open_place(place: Path | str) -> LocalFolder | RemoteFolder:
         # Not through fsspec, which neither syncs nor renames into place.
         return LocalFolder(Path(unquote(parts.path)))
     return RemoteFolder(place)
+
+
+class Beside(Protocol):
+    """Whatever has a ledger file, such as a Ledger; ``evidence`` may name another place."""
+
+    @property
+    def path(self) -> Path | None: ...
+
+
+Place: TypeAlias = "Beside | Path | str | SegmentPlace"
+"""A ledger, the folder of its segments, the folder's URL, or what holds segments itself."""
+
+
+def evidence_folder(place: Beside | Path) -> Path:
+    """Folder of the segments beside a ledger; a path is that folder itself."""
+    if isinstance(place, Path):
+        return place
+    if place.path is None:
+        raise EvidenceError(
+            "expected a ledger in a file, whose segments lie beside it, found one in a server; "
+            "name the folder or its URL instead (SHIFTBOOK_EVIDENCE, or --evidence)"
+        )
+    return place.path.with_name(place.path.name + ".evidence")
+
+
+def segment_place(place: Place) -> SegmentPlace:
+    """What holds the segments of a ledger: the place that it names, else the folder beside it."""
+    # By class first: to ask whether an object fits a protocol takes longer than to read a file.
+    if isinstance(place, LocalFolder | RemoteFolder):
+        return place
+    if isinstance(place, Path | str):
+        return open_place(place)
+    if isinstance(place, SegmentPlace):
+        return place
+    named: Path | str | None = getattr(place, "evidence", None)
+    return LocalFolder(evidence_folder(place)) if named is None else open_place(named)

@@ -46,7 +46,7 @@ SHARED_TYPES = frozenset(
 """Types of event that change what jobs share; all others change the state of their job alone."""
 
 
-@dataclass
+@dataclass(slots=True)
 class OperationState:
     """One reallocation, as far as it has come."""
 
@@ -86,7 +86,7 @@ class OperationState:
         return self.status not in CLOSED
 
 
-@dataclass
+@dataclass(slots=True)
 class SyncState:
     """One weight sync, as far as it has come."""
 
@@ -101,7 +101,7 @@ class SyncState:
     ended_position: int = -1
 
 
-@dataclass
+@dataclass(slots=True)
 class ReplicaState:
     """A replica's present process."""
 
@@ -115,7 +115,7 @@ class ReplicaState:
     """Policy version it holds, as verified at first use; None before the first sync."""
 
 
-@dataclass
+@dataclass(slots=True)
 class LeaseState:
     """Who owns a device."""
 
@@ -124,7 +124,7 @@ class LeaseState:
     epoch: int
 
 
-@dataclass
+@dataclass(slots=True)
 class AttemptState:
     """One process life of a job."""
 
@@ -387,14 +387,15 @@ def _proposed(state: LedgerState, job: JobState, stored: StoredEvent, event: Eve
     assert isinstance(event, reallocation.ReallocationProposed)
     if stored.operation is None:
         return
+    before = _shared(event.before, job.topology, job.previous_topology)
     job.operations[stored.operation] = OperationState(
         operation=stored.operation,
         job=stored.job,
         attempt=event.attempt,
         status="proposed",
         strategy=event.strategy,
-        before=event.before,
-        after=event.after,
+        before=before,
+        after=_shared(event.after, before, job.previous_topology, job.topology),
         proposed_position=stored.position,
         proposed_ns=stored.recorded_ns,
         predicted_gain_s=event.predicted_gain_s,
@@ -404,6 +405,15 @@ def _proposed(state: LedgerState, job: JobState, stored: StoredEvent, event: Eve
         last_position=stored.position,
         last_ns=stored.recorded_ns,
     )
+
+
+def _shared(topology: Topology, *known: Topology | None) -> Topology:
+    """One of the known topologies where it is the same: a job goes to and fro between a few."""
+    for other in known:
+        # Equal dictionaries may differ in their order, which is the declared one.
+        if other == topology and list(other.components) == list(topology.components):
+            return other
+    return topology
 
 
 def _advance(job: JobState, stored: StoredEvent, status: OperationStatus) -> OperationState | None:
@@ -463,7 +473,7 @@ def _committed(state: LedgerState, job: JobState, stored: StoredEvent, event: Ev
     operation = _advance(job, stored, "committed")
     if operation is not None:
         job.previous_topology = operation.before
-        job.topology = event.after
+        job.topology = _shared(event.after, operation.after)
         placed = {replica.name for _, replica in event.after.walk()}
         gone = {n for n, r in job.replicas.items() if n not in placed and r.devices}
         job.replicas = {n: r for n, r in job.replicas.items() if n not in gone}
@@ -524,7 +534,8 @@ def _sync_delivered(state: LedgerState, job: JobState, stored: StoredEvent, even
     assert isinstance(event, sync.WeightSyncDelivered)
     current = job.syncs.get(stored.operation or "")
     if current is not None:
-        current.delivered[event.target] = event.root
+        same = event.root == current.source_root
+        current.delivered[event.target] = current.source_root if same else event.root
     engines.delivered(job.engines, event, stored.position)
     replica = job.replicas.get(event.target)
     if replica is not None and replica.incarnation == event.incarnation and not event.differing:

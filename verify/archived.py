@@ -58,7 +58,14 @@ class ArchivedEvents:
     ) -> None:
         self.archive.close()
 
-    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+    def blocks(
+        self,
+        until: int | None,
+        sizes: Collection[int],
+        evidence: Path | None = None,
+        *,
+        named: bool = True,
+    ) -> Generator[Block]:
         """None: the file is unpacked as one stream."""
         yield from ()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
-
-if TYPE_CHECKING:
-    from shiftbook.ledger.evidence import Place
+from shiftbook.ledger.segment_place import LocalFolder, Place, segment_place
 
 GENERATED: Mapping[str, type] = {
     "uid": str,
@@ -120,6 +122,7 @@ class EvidenceFolder:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self._opened = False
         self._last: tuple[str, Segment, Rows] | None = None
 
     def __call__(self, type_: str, segment: Segment) -> Rows:
@@ -129,11 +132,43 @@ class EvidenceFolder:
             self._last = (type_, segment, self._read(type_, segment))
         return self._last[2]
 
+    def named(self, type_: str, segment: dict[str, Any]) -> Rows | None:
+        """Read a segment as it stands in an event's body; None where that names none."""
+        try:
+            return self._read(type_, Segment.model_validate(segment))
+        except ValidationError:
+            return None
+
+    def keep(self, type_: str, segment: dict[str, Any], rows: Rows | None) -> Rows | None:
+        """Be ready with the rows of a segment as it stands in an event's body, and return them.
+
+        ``rows`` are those that another process has read; without them they are read here. None
+        where the body names no segment.
+        """
+        try:
+            named = Segment.model_validate(segment)
+        except ValidationError:
+            return None
+        if rows is not None:
+            self._last = (type_, named, rows)
+        return self(type_, named)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of this machine in which the segments lie; None where they lie elsewhere."""
+        with suppress(EvidenceError):
+            place = segment_place(self._place)
+            return place.folder if isinstance(place, LocalFolder) else None
+        return None
+
     def _read(self, type_: str, segment: Segment) -> Rows:
         from shiftbook.ledger.evidence import read_segment  # pyarrow: only where rows are read
 
         try:
+            if not self._opened:
+                self._place, self._opened = segment_place(self._place), True
             table = read_segment(self._place, segment)
         except EvidenceError as error:
             return Rows({}, str(error))
-        return check_rows(type_, table.to_pydict())
+        columns = zip(table.column_names, table.columns, strict=True)
+        return check_rows(type_, {name: column.to_pylist() for name, column in columns})

@@ -51,6 +51,11 @@ class FindingList:
         self._kept.append(finding)
         return True
 
+    def extend(self, other: FindingList) -> None:
+        """Take in the findings of other jobs."""
+        self._kept += other._kept
+        self._counts |= other._counts
+
     def __iter__(self) -> Iterator[Finding]:
         return iter(self._kept)
 

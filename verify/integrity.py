@@ -7,9 +7,10 @@ wrong is said in full. Whatever the fast look accepts, this one accepts as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,10 +21,10 @@ from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.tables import META_NAMES, STORAGE_SCHEMA
 from shiftbook.verify.coverage import Row
-from shiftbook.verify.evidence import RowSource
+from shiftbook.verify.evidence import EvidenceFolder, Rows, RowSource
 from shiftbook.verify.findings import Finding, FindingList
 from shiftbook.verify.heads import HeadCheck
-from shiftbook.verify.scan_block import COLUMNS, Block, check_page
+from shiftbook.verify.scan_block import COLUMNS, Block, Named, check_page
 from shiftbook.verify.sources import EventSource
 from shiftbook.verify.stored import DamagedPages, RawRow
 
@@ -84,6 +85,10 @@ class Integrity:
         self._sequences: dict[str, int] = {}
         self._batch: tuple[str, str] | None = None
         self._broken = False
+        self.evidence_apart = False
+        """Whether segments are left to whoever reads their rows; see ``take_segments``."""
+        self.readable = True
+        """False once the store gave up in the middle."""
         self.tree_damage: int | None = None
         """First position at which other bytes stand than those that were hashed, or none."""
 
@@ -137,6 +142,30 @@ class Integrity:
         for leaf in leaves:
             self._heads.feed(leaf)
 
+    def take_evidence(self, block: Block) -> None:
+        """Take in what a block says of the evidence that its events name."""
+        if self.evidence_apart:
+            return
+        self.take_segments(block.bound, block.problems)
+        for position, type_, segment in block.segments:
+            self.segment(position, type_, {"segment": segment})
+
+    def take_segments(self, count: int, problems: Sequence[tuple[Named, Rows]]) -> None:
+        """Take in segments that others have read, and what is wrong with some, in order."""
+        self._evidence.checks += count - len(problems)
+        for (position, type_, named), rows in problems:
+            self._segment(position, type_, named, rows)
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """Last version of each job that was seen, in the order in which they began."""
+        return self._versions
+
+    @property
+    def folder(self) -> Path | None:
+        """Folder of the evidence, where other processes can read it too."""
+        return self._source.folder if isinstance(self._source, EvidenceFolder) else None
+
     @property
     def sizes(self) -> Collection[int]:
         """Numbers of events at which a head stands."""
@@ -144,7 +173,7 @@ class Integrity:
 
     def damaged(self, damage: DamagedPages) -> None:
         """Report that the store could not go on."""
-        self._broken = True
+        self._broken, self.readable = True, False
         self._damage_tree(damage.after + 1)
         self._flag(
             damage.after + 1,
@@ -290,14 +319,19 @@ class Integrity:
     def segment(self, position: int, type_: str, body: dict[str, Any]) -> None:
         """Check the evidence segment that an event names, if it names one."""
         named = body.get("segment")
-        if not isinstance(named, dict):
-            return
+        if isinstance(named, dict) and not self.evidence_apart:
+            self._segment(position, type_, named)
+
+    def _segment(
+        self, position: int, type_: str, named: dict[str, Any], read: Rows | None = None
+    ) -> None:
         self._evidence.checks += 1
         try:
             segment = Segment.model_validate(named)
         except ValidationError:
             return  # an event of another shape; legality says what it thinks of it
-        problem = self._source(type_, segment).problem
+        rows = self._source(type_, segment) if read is None else read
+        problem = rows.problem
         if problem is not None:
             self._flag(
                 position,
@@ -326,6 +360,11 @@ def sound_events(
 
     What ``integrity`` has taken in already is left out.
     """
+    yield from _sound_rows(raw, integrity, until)
+    check_whole(raw, integrity, until)
+
+
+def _sound_rows(raw: EventSource, integrity: Integrity, until: int | None) -> Iterator[StoredEvent]:
     yield from _sound_at_first_sight(raw, integrity, until)
     try:
         for row in raw.rows(integrity.last, until):
@@ -334,8 +373,6 @@ def sound_events(
                 yield stored
     except DamagedPages as damage:
         integrity.damaged(damage)
-    else:
-        check_whole(raw, integrity, until)
 
 
 def _sound_at_first_sight(
@@ -350,15 +387,26 @@ def _sound_at_first_sight(
             if not check_page(page, block, leaves, values) or not integrity.take(block):
                 return
             integrity.take_hashes(block, leaves)
-            for row, value in zip(page, values, strict=True):
-                body = value.pop("body")
-                for name in ("operation", "cause", "key"):
-                    value.setdefault(name, None)
-                if "segment" in body:
-                    integrity.segment(value["position"], value["type"], body)
-                yield StoredEvent(**value, body=body, data=bytes(row[-2]), leaf=bytes(row[-1]))
+            data = [bytes(row[-2]) for row in page]
+            yield from _opened(integrity, values, data, leaves)
     except DamagedPages:
         return  # the row after the last good one tells
+
+
+def _opened(
+    integrity: Integrity,
+    values: Iterable[dict[str, Any]],
+    data: Sequence[bytes],
+    leaves: Sequence[bytes],
+) -> Iterator[StoredEvent]:
+    """Events of rows that are sound, in order, their evidence checked."""
+    for value, stored, leaf in zip(values, data, leaves, strict=True):
+        body = value.pop("body")
+        for name in ("operation", "cause", "key"):
+            value.setdefault(name, None)
+        if "segment" in body:
+            integrity.segment(value["position"], value["type"], body)
+        yield StoredEvent(**value, body=body, data=stored, leaf=leaf)
 
 
 def check_stored(
@@ -371,22 +419,36 @@ def check_stored(
 
     ``on_event`` is called with positions that were reached.
     """
-    with closing(raw.blocks(until, integrity.sizes)) as blocks:
+    check_rows(raw, integrity, until, on_event)
+    check_whole(raw, integrity, until)
+
+
+def check_rows(
+    raw: EventSource,
+    integrity: Integrity,
+    until: int | None,
+    on_event: Callable[[int], None] | None = None,
+) -> None:
+    """As ``check_stored``, without what ``check_whole`` looks at afterwards."""
+    apart = integrity.evidence_apart
+    evidence = None if apart else integrity.folder
+    with closing(raw.blocks(until, integrity.sizes, evidence, named=not apart)) as blocks:
         for block in blocks:
             if not integrity.take(block):
                 break
             integrity.take_hashes(block, None)
-            for position, type_, segment in block.segments:
-                integrity.segment(position, type_, {"segment": segment})
+            integrity.take_evidence(block)
             if on_event is not None:
                 on_event(block.last)
-    for stored in sound_events(raw, integrity, until):
+    for stored in _sound_rows(raw, integrity, until):
         if on_event is not None:
             on_event(stored.position)
 
 
 def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> None:
     """Check what shows only once all rows were read: split batches, unseen rows, the table meta."""
+    if not integrity.readable:
+        return
     try:
         for split in raw.split_keys():
             if until is None or split[3] <= until:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import cache
 
 from pydantic import ValidationError
 
@@ -19,6 +20,11 @@ from shiftbook.verify.invariants import INVARIANTS, NOT_JUDGED
 from shiftbook.verify.invariants.base import End, Invariant, Step
 from shiftbook.verify.invariants.operations import open_operations
 from shiftbook.verify.lineage import Track
+
+MAX_UNKNOWN = 64
+"""Unknown types that are named for a job."""
+
+_TRAINING = (SamplesDrawn, BatchConsumed, UpdateApplied)
 
 FIRST_PASS = frozenset({"integrity", "evidence", "heads", "outside"})
 """Rows of the coverage table that the first pass fills, for all jobs together."""
@@ -37,6 +43,11 @@ class Bench:
     """Unknown types and how often each stands in the ledger."""
     _looking: dict[type[Event], list[Invariant]] = field(default_factory=dict)
 
+    def note_unknown(self, name: str) -> None:
+        """Count an event of an unknown type."""
+        if name in self.unknown or len(self.unknown) < MAX_UNKNOWN:
+            self.unknown[name] = self.unknown.get(name, 0) + 1
+
     def looking_at(self, kind: type[Event]) -> list[Invariant]:
         """The invariants that look at events of a type."""
         known = self._looking.get(kind)
@@ -45,6 +56,43 @@ class Bench:
                 i for i in self.invariants if i.sees is None or issubclass(kind, i.sees)
             ]
         return known
+
+
+@dataclass(frozen=True)
+class JudgedJob:
+    """What was said of one job, at the end of the range."""
+
+    rows: list[Row]
+    """Its part of the coverage table."""
+    required: frozenset[str]
+    """Invariants that its plan requires."""
+    planned: bool
+    active: bool
+    """Whether it recorded a training step or an operation."""
+    unknown: dict[str, int]
+    """Unknown types and how often each stands in the ledger."""
+    open_operations: list[str]
+    """What is open at the head of a job that is not closed, in words."""
+
+
+@dataclass
+class Judgement:
+    """What was said of all jobs that were judged."""
+
+    jobs: dict[str, JudgedJob] = field(default_factory=dict)
+    findings: FindingList = field(default_factory=FindingList)
+    seen: list[str] = field(default_factory=list)
+    """All jobs of the ledger, judged or not, in the order in which they began."""
+
+    @property
+    def open_operations(self) -> dict[str, list[str]]:
+        """What is open at the head, in words, by job."""
+        return {name: job.open_operations for name, job in self.jobs.items() if job.open_operations}
+
+    def add(self, other: Judgement) -> None:
+        """Take in what was said of other jobs."""
+        self.jobs |= other.jobs
+        self.findings.extend(other.findings)
 
 
 class Judge:
@@ -85,14 +133,25 @@ class Judge:
             )
         return self._closed
 
-    def open_operations(self) -> dict[str, list[str]]:
-        """What is open at the head of jobs that are not closed, in words, by job."""
-        return {
-            name: listed
-            for name in self.benches
-            if self.state.job(name).status != "closed"
-            and (listed := open_operations(self.state.job(name)))
-        }
+    def judgement(self) -> Judgement:
+        """What is said of the jobs, after ``close``."""
+        rows: dict[str, list[Row]] = {name: [] for name in self.benches}
+        for row in self.close().rows:
+            rows[row.job].append(row)
+        jobs = {name: self._judged(name, bench, rows[name]) for name, bench in self.benches.items()}
+        seen = [name for name in self.state.jobs if name != SYSTEM_JOB]
+        return Judgement(jobs, self.findings, seen)
+
+    def _judged(self, name: str, bench: Bench, rows: list[Row]) -> JudgedJob:
+        job = self.state.job(name)
+        return JudgedJob(
+            rows=rows,
+            required=frozenset(job.plan.required_invariants if job.plan else ()),
+            planned=job.plan is not None,
+            active=bool(bench.trained or job.operations or job.syncs),
+            unknown=bench.unknown,
+            open_operations=[] if job.status == "closed" else open_operations(job),
+        )
 
     def report(self, finding: Finding) -> None:
         """Keep a finding."""
@@ -107,20 +166,18 @@ class Judge:
         return self.benches[job]
 
     def _judge(self, bench: Bench, stored: StoredEvent, event: Event, problem: str | None) -> None:
+        kind = type(event)
         bench.events += 1
-        bench.trained = bench.trained or isinstance(
-            event, SamplesDrawn | BatchConsumed | UpdateApplied
-        )
-        if problem is None and isinstance(event, UnknownEvent):
-            name = f"{stored.type} (schema {stored.schema})"
-            if name in bench.unknown or len(bench.unknown) < 64:
-                bench.unknown[name] = bench.unknown.get(name, 0) + 1
-        segment = getattr(event, "segment", None)
+        if kind in _TRAINING:
+            bench.trained = True
+        elif kind is UnknownEvent and problem is None:
+            bench.note_unknown(f"{stored.type} (schema {stored.schema})")
         # Rows are read once for all invariants and dropped with the event.
+        segment = getattr(event, "segment", None) if _may_bind(kind) else None
         rows = self._rows(stored.type, segment) if isinstance(segment, Segment) else None
         job = self.state.job(stored.job)
         step = Step(self.state, job, bench.track, stored, event, rows, problem)
-        for invariant in bench.looking_at(type(event)):
+        for invariant in bench.looking_at(kind):
             invariant.feed(step)
         bench.track.apply(stored, event, job.plan, rows)
 
@@ -163,6 +220,12 @@ class Judge:
             why = "this build knows no invariant of that name"
             rows.append(Row(name, id_, "", required=True, missing={why: 1}))
         return rows
+
+
+@cache
+def _may_bind(kind: type[Event]) -> bool:
+    """Whether events of a type have a field for a segment; a model is slow to say no itself."""
+    return "segment" in kind.model_fields
 
 
 def _read(stored: StoredEvent) -> tuple[Event, str | None]:

@@ -37,6 +37,23 @@ MAX_SAMPLES_A_DRAW = 1_000_000
 """Samples that one SamplesDrawn event may open; a forged group size cannot fill the memory."""
 
 
+_FOLLOWED = frozenset(
+    {
+        AttemptStarted,
+        CheckpointSaved,
+        CheckpointRestored,
+        SamplesDrawn,
+        SamplesGenerated,
+        SamplesRewarded,
+        SamplesDropped,
+        BatchConsumed,
+        UpdateApplied,
+        IterationCompleted,
+    }
+)
+"""Types of event that a track takes in."""
+
+
 @dataclass(slots=True)
 class Sample:
     """One drawn and not yet forgotten sample; positions are None until it got there."""
@@ -66,7 +83,7 @@ class Sample:
         return self.dropped is not None or len(self.consumed) >= epochs
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Chain:
     """The training state as the last update of the lineage left it; None where not recorded."""
 
@@ -149,6 +166,8 @@ class Track:
         self, stored: StoredEvent, event: Event, plan: Plan | None, rows: Rows | None
     ) -> None:
         """Take in the next event of the job."""
+        if type(event) not in _FOLLOWED:
+            return
         at = stored.position
         match event:
             case AttemptStarted():
@@ -209,9 +228,8 @@ class Track:
         self.attempt, self.attempt_position = event, at
         self.restored, self.redraw, self.pending = None, None, Consumed()
         self.mark = self.marks.get(event.bundle) if event.bundle else None
-        start = Chain(event.policy_version, at, params=event.policy_fingerprint)
-        if event.bundle is None:
-            start.updates = 0
+        updates = 0 if event.bundle is None else None
+        start = Chain(event.policy_version, at, params=event.policy_fingerprint, updates=updates)
         if self.mark is not None:
             self.cursor = self.mark.saved.cursor
             self.chain = _chain_of(self.mark, start)
@@ -226,9 +244,8 @@ class Track:
         self.draws = deque((d for d in self.draws if d.stop <= first), maxlen=WINDOW)
 
     def _save(self, event: CheckpointSaved, at: int, plan: Plan | None) -> None:
-        chain = replace(self.chain) if self.chain is not None else None
         open_samples = tuple(replace(s) for s in self.outstanding(plan))
-        self.marks[event.bundle] = Mark(event, at, chain, open_samples)
+        self.marks[event.bundle] = Mark(event, at, self.chain, open_samples)
         self.marks.move_to_end(event.bundle)
         if len(self.marks) > WINDOW:
             self.marks.popitem(last=False)

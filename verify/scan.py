@@ -1,25 +1,40 @@
 """Looks at millions of stored events in seconds: blocks of them on all cores at once.
 
 Each core has a process of its own, which runs scan_block.py on every so-manieth block and sends
-what it knows of it. What a block says is for integrity.py to put together.
+what it knows of it. What a block says is for integrity.py to put together. For the judge processes
+read ahead, in the same way: see read_ahead.py.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Collection, Generator, Iterator
+from bisect import bisect_right
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol, TypeVar
 
-from shiftbook.verify.scan_block import BLOCK_EVENTS, Block, scan_block
+from shiftbook.verify.scan_block import (
+    BLOCK_EVENTS,
+    Block,
+    Orders,
+    Stretch,
+    scan_blocks,
+)
+
+T = TypeVar("T")
 
 MOST_PROCESSES = 8
 ALONE_EVENTS = 2 * BLOCK_EVENTS
 """Up to so many events one process is done before others have started."""
+
+PIPE_BYTES = 1 << 20
+"""What a process may be ahead in sending, where the system allows it: half a page of events."""
 
 _WORK = (
     "import sys; from shiftbook.verify.scan_block import work; "
@@ -27,60 +42,79 @@ _WORK = (
 )
 """What a process of its own runs."""
 
-Order = tuple[str, int, int, list[int]]
-"""Arguments of ``scan_block``."""
-
 
 def sound_blocks(
-    path: Path, events: int, sizes: Collection[int] = (), *, processes: int | None = None
+    path: Path,
+    events: int,
+    sizes: Collection[int] = (),
+    evidence: Path | None = None,
+    *,
+    named: bool = True,
+    processes: int | None = None,
 ) -> Generator[Block]:
     """Blocks of the first ``events`` events of an SQLite ledger, as long as they are sound.
 
-    ``sizes`` are numbers of events whose edge in the tree is wanted. At most ``processes`` blocks
-    are in memory at once (default: one for each usable core), some 20 MB each.
+    ``sizes`` are numbers of events whose edge in the tree is wanted; ``evidence`` is the folder of
+    the segments, where they are to be looked at too; ``named`` whether they are wanted at all. At
+    most ``processes`` blocks are in memory at once (default: one for each usable core), some 20 MB
+    each, and 60 MB more with evidence.
     """
-    uri = f"{path.absolute().as_uri()}?mode=ro"
     usable = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+    orders = Orders(ledger_uri(path), _stretches(events, BLOCK_EVENTS, sizes), evidence, named)
     alone = events <= ALONE_EVENTS or usable == 1
-    for block in _alone(uri, events, sizes) if alone else _shared(uri, events, sizes, usable):
+    for block in scan_blocks(orders) if alone else shared(orders, usable, Block):
         if not block.sound:
             return
         yield block
 
 
-def _orders(
-    uri: str, events: int, sizes: Collection[int], start: int = 0, step: int = 1
-) -> Iterator[Order]:
-    """Every ``step``-th block from block ``start`` on."""
-    for first in range(start * BLOCK_EVENTS, events, step * BLOCK_EVENTS):
-        end = min(first + BLOCK_EVENTS, events)
-        yield uri, first, end - 1, [size for size in sizes if first < size <= end]
+def ledger_uri(path: Path) -> str:
+    """What sqlite3 opens a ledger by, for reading only."""
+    return f"{path.absolute().as_uri()}?mode=ro"
 
 
-def _alone(uri: str, events: int, sizes: Collection[int]) -> Generator[Block]:
-    for order in _orders(uri, events, sizes):
-        yield scan_block(*order)
+def _stretches(events: int, length: int, sizes: Collection[int]) -> list[Stretch]:
+    """The first ``events`` positions in stretches of a length, each with the sizes in it."""
+    ordered = sorted(sizes)
+    listed: list[Stretch] = []
+    for first in range(0, events, length):
+        end = min(first + length, events)
+        within = ordered[bisect_right(ordered, first) : bisect_right(ordered, end)]
+        listed.append((first, end - 1, within))
+    return listed
 
 
-def _shared(uri: str, events: int, sizes: Collection[int], processes: int) -> Generator[Block]:
-    """Blocks in order from processes that take them in turn; each is at most one ahead."""
+class Shareable(Protocol):
+    """A dataclass of orders that several processes can share."""
+
+    @property
+    def stretches(self) -> Sequence[Any]: ...
+
+    def blocks(self) -> Iterator[Any]: ...
+
+
+def shared(orders: Shareable, processes: int, kind: type[T]) -> Generator[T]:
+    """Blocks of a kind, in order, from processes that take them in turn; each is at most one ahead.
+
+    Ends early where a process dies or cannot start.
+    """
     with ExitStack() as stack:
         answers = []
         for number in range(processes):
             worker = _start()
             stack.callback(_end, worker)
-            listed = list(_orders(uri, events, sizes, number, processes))
             assert worker.stdin is not None
             assert worker.stdout is not None
             try:
-                pickle.dump(listed, worker.stdin)
+                part = orders.stretches[number::processes]
+                pickle.dump(replace(orders, stretches=part), worker.stdin)  # type: ignore[type-var]
                 worker.stdin.close()
             except OSError:
                 return  # it could not start; one process does it all, more slowly
             answers.append(worker.stdout)
-        for index in range(-(-events // BLOCK_EVENTS)):
+        for index in range(len(orders.stretches)):
             block = _answer(answers[index % processes])
-            if block is None:
+            if not isinstance(block, kind):
                 return
             yield block
 
@@ -88,12 +122,16 @@ def _shared(uri: str, events: int, sizes: Collection[int], processes: int) -> Ge
 def _start() -> subprocess.Popen[bytes]:
     # Not forked, since a child of a process with threads may wait for a lock for ever; and not
     # by multiprocessing, which would run the program's main module again.
-    return subprocess.Popen(
+    worker = subprocess.Popen(
         [sys.executable, "-P", "-c", _WORK],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
+    assert worker.stdout is not None
+    with suppress(OSError):  # more than the system allows: as it is, then
+        fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return worker
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
@@ -105,10 +143,9 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
     worker.wait()
 
 
-def _answer(answers: IO[bytes]) -> Block | None:
-    """The next block of a process, None where it died."""
+def _answer(answers: IO[bytes]) -> Any:
+    """The next answer of a process, None where it died."""
     try:
-        block: Any = pickle.load(answers)
+        return pickle.load(answers)
     except (EOFError, pickle.UnpicklingError):
         return None
-    return block if isinstance(block, Block) else None

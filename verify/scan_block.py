@@ -7,24 +7,34 @@ that is null instead of absent, say) it refuses. Imports little, since each proc
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import pickle
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import orjson
 
 from shiftbook.ledger.merkle import TILE_HEIGHT, edge_of
 
-PAGE_ROWS = 2_048
-"""Rows of one read; each is a short transaction, so none holds a checkpoint up."""
+if TYPE_CHECKING:
+    from shiftbook.verify.evidence import EvidenceFolder, Rows
+
+PAGE_ROWS = 256
+"""Rows of one read: they are still in the processor's cache when they are looked at. Each is a
+short transaction, so none holds a checkpoint up."""
 
 BLOCK_EVENTS = 1 << 16
 """Events of a block that starts at a multiple of it: a complete subtree of the Merkle tree."""
+
+RARELY = 50_000
+"""Objects made between two looks of the collector in a process of its own: what is read here has
+many and nearly none that refer to themselves."""
 
 _IN_BOTH = ("position", "job", "version", "type", "schema", "writer", "sequence", "recorded_ns")
 """Fields that stand in the bytes and as columns, and are never absent."""
@@ -73,31 +83,83 @@ class Block:
     nodes: list[tuple[int, int, bytes]] = field(default_factory=list)
     """Roots of full tiles: tile level from 1, number in the ledger, hash."""
     segments: list[Named] = field(default_factory=list)
+    """Evidence that its events name and that nobody has looked at yet."""
+    bound: int = 0
+    """Evidence that its events name and that was looked at."""
+    problems: list[tuple[Named, Rows]] = field(default_factory=list)
+    """What of it is not as it should be."""
 
 
-def scan_block(uri: str, first: int, last: int, sizes: Iterable[int] = ()) -> Block:
-    """Look at the events from ``first`` to ``last``, both included, through an own connection.
+@dataclass(frozen=True)
+class Orders:
+    """What a process of its own is to look at."""
 
-    ``first`` is a multiple of BLOCK_EVENTS and the stretch no longer than that. ``uri`` is opened
-    by sqlite3 as it stands; ``sizes`` are numbers of events whose edge is wanted. Never raises for
-    what the store holds: such a block is not sound.
+    uri: str
+    """Opened by sqlite3 as it stands."""
+    stretches: Sequence[Stretch]
+    evidence: Path | None = None
+    """Folder of the segments, where they are to be read as well."""
+    named: bool = True
+    """Whether the segments that events name are wanted at all."""
+
+    def blocks(self) -> Iterator[Block]:
+        """What ``scan_blocks`` says of them."""
+        return scan_blocks(self)
+
+
+Stretch = tuple[int, int, Sequence[int]]
+"""First and last position, and the numbers of events in it whose edge is wanted."""
+
+
+def scan_blocks(orders: Orders) -> Iterator[Block]:
+    """Look at stretches of events, one after the other, through one connection of its own.
+
+    Each begins at a multiple of its longest length, a power of two. Never raises for what the
+    store holds: such a block is not sound.
     """
-    block = Block(first, last)
+    folder: EvidenceFolder | None = None
+    if orders.evidence is not None:
+        from shiftbook.verify.evidence import EvidenceFolder  # pydantic: only where it is needed
+
+        folder = EvidenceFolder(orders.evidence)
+    try:
+        with closing(sqlite3.connect(orders.uri, uri=True, isolation_level=None)) as connection:
+            for first, last, sizes in orders.stretches:
+                block = _look(connection, Block(first, last), sizes)
+                if not orders.named:
+                    block.segments = []
+                if block.sound and folder is not None:
+                    _read_evidence(block, folder)
+                yield block
+    except sqlite3.Error:
+        return  # it cannot even be opened
+
+
+def _look(connection: sqlite3.Connection, block: Block, sizes: Iterable[int]) -> Block:
     leaves: list[bytes] = []
     try:
-        with closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as connection:
-            after = first - 1
-            while after < last:
-                page = connection.execute(SELECT, (after, last, PAGE_ROWS)).fetchall()
-                if not page or not check_page(page, block, leaves):
-                    block.sound = False
-                    return block
-                after += len(page)
+        after = block.first - 1
+        while after < block.last:
+            page = connection.execute(SELECT, (after, block.last, PAGE_ROWS)).fetchall()
+            if not page or not check_page(page, block, leaves):
+                block.sound = False
+                return block
+            after += len(page)
     except (sqlite3.Error, ValueError, OverflowError, MemoryError):
         block.sound = False
         return block
     _grow(block, leaves, sizes)
     return block
+
+
+def _read_evidence(block: Block, folder: EvidenceFolder) -> None:
+    """Read the segments that a block's events name."""
+    for named in block.segments:
+        _, type_, segment = named
+        rows = folder.named(type_, segment)
+        if rows is not None and rows.problem is not None:
+            block.problems.append((named, rows))
+    block.bound, block.segments = len(block.segments), []
 
 
 def check_page(
@@ -135,8 +197,12 @@ def _check(
         # Equal alone is not enough: JSON's true and 1.0 equal 1.
         if found[:_SHARED] != row[:_SHARED] or tuple(map(type, found)) != _TYPES:
             return False
-        plain = len(value) == _LEAST_FIELDS and operation is None and key is None
-        if not plain and not _optional(value, row):
+        more = len(value) - _LEAST_FIELDS
+        # First what most events have: none of the optional fields, or an operation alone.
+        if key is None and (more == 0 if operation is None else more == 1):
+            if operation is not None and value.get("operation") != operation:
+                return False
+        elif not _optional(value, row):
             return False
         last = versions.get(job)
         if last is None:
@@ -209,10 +275,11 @@ def _grow(block: Block, leaves: Sequence[bytes], sizes: Iterable[int]) -> None:
 
 
 def work(orders: BinaryIO, answers: BinaryIO) -> None:
-    """Look at the stretches that another process orders, and answer with a block for each.
+    """Look at what another process orders, and answer with a block for each stretch.
 
-    Orders are one pickled list of the arguments of ``scan_block``, answers pickled blocks.
+    The order is one pickled object whose ``blocks`` gives them; answers are pickled too.
     """
-    for order in pickle.load(orders):
-        pickle.dump(scan_block(*order), answers, pickle.HIGHEST_PROTOCOL)
+    gc.set_threshold(RARELY)
+    for block in pickle.load(orders).blocks():
+        pickle.dump(block, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -110,7 +111,14 @@ class ServedEvents:
     ) -> None:
         self._connection.close()
 
-    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+    def blocks(
+        self,
+        until: int | None,
+        sizes: Collection[int],
+        evidence: Path | None = None,
+        *,
+        named: bool = True,
+    ) -> Generator[Block]:
         """None: one process reads the server's answers as fast as they come."""
         yield from ()
 

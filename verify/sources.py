@@ -40,9 +40,17 @@ class EventSource(Protocol):
         """The same rows, unread, a page at a time where that is faster, else nothing; raises
         DamagedPages."""
 
-    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
+    def blocks(
+        self,
+        until: int | None,
+        sizes: Collection[int],
+        evidence: Path | None = None,
+        *,
+        named: bool = True,
+    ) -> Generator[Block]:
         """Stretches from 0 on that were found sound by several processes, in order, where that is
-        faster; ends before the first that is not. ``sizes`` are those of heads."""
+        faster; ends before the first that is not. ``sizes`` are those of heads, ``evidence`` the
+        folder of segments that are to be looked at too; with ``keep`` they hold their events."""
 
     def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""

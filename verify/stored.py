@@ -129,15 +129,26 @@ class RawEvents:
     ) -> None:
         self._connection.close()
 
-    def blocks(self, until: int | None, sizes: Collection[int]) -> Generator[Block]:
-        """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
+    def events(self, until: int | None = None) -> int:
+        """Number of events up to a position, by the largest one; 0 where that cannot be told."""
         try:
             ((last,),) = self._connection.execute("SELECT max(position) FROM events").fetchall()
         except _DAMAGE:
-            return
-        if type(last) is int:
-            end = last if until is None else min(last, until)
-            yield from sound_blocks(self.path, end + 1, sizes)
+            return 0
+        if type(last) is not int:
+            return 0
+        return (last if until is None else min(last, until)) + 1
+
+    def blocks(
+        self,
+        until: int | None,
+        sizes: Collection[int],
+        evidence: Path | None = None,
+        *,
+        named: bool = True,
+    ) -> Generator[Block]:
+        """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
+        yield from sound_blocks(self.path, self.events(until), sizes, evidence, named=named)
 
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""

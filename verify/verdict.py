@@ -12,15 +12,10 @@ from shiftbook.ledger.errors import InvalidInput, UnknownJob, UnknownPosition
 from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
 from shiftbook.verify.findings import Finding
+from shiftbook.verify.grouped import judge_all
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
-from shiftbook.verify.integrity import (
-    Integrity,
-    IntegrityReport,
-    check_stored,
-    check_whole,
-    sound_events,
-)
-from shiftbook.verify.judge import Judge
+from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
+from shiftbook.verify.judge import Judge, Judgement
 from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
@@ -127,14 +122,11 @@ def verify(
         if heads is not None:
             heads.load(raw)
         integrity = Integrity(rows, heads, first)
-        judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
+        judgement = Judgement()
         if integrity_only or first:
             check_stored(raw, integrity, until, on_event)
         else:
-            for stored in sound_events(raw, integrity, until):
-                judge.feed(stored)
-                if on_event is not None:
-                    on_event(stored.position)
+            judgement = judge_all(raw, integrity, rows, job, until, on_finding, on_event)
         report = integrity.finish()
         end = first + report.events
         if until is not None and not report.findings and not first <= until < end:
@@ -144,7 +136,7 @@ def verify(
         url = shown(ledger_url)
         if integrity_only or first:
             return _bytes_verdict(url, report, first, integrity_only, signed, key_given)
-        return _verdict(url, job, report, judge, signed, require_signed, key_given)
+        return _verdict(url, job, report, judgement, signed, require_signed, key_given)
 
 
 def follow(
@@ -196,20 +188,22 @@ def follow(
         signed = heads.finish(raw, None, integrity.tree_damage)
         report = integrity.finish()
         return _verdict(
-            shown(ledger_url), job, report, judge, signed, require_signed, heads.has_key
+            shown(ledger_url),
+            job,
+            report,
+            judge.judgement(),
+            signed,
+            require_signed,
+            heads.has_key,
         )
 
 
 def _all_closed(judge: Judge, job: str | None) -> bool:
     if job is not None and job not in judge.benches:
-        raise UnknownJob(job, _names(judge))
+        raise UnknownJob(job, [name for name in judge.state.jobs if name != SYSTEM_JOB])
     return bool(judge.benches) and all(
         judge.state.job(name).status == "closed" for name in judge.benches
     )
-
-
-def _names(judge: Judge) -> list[str]:
-    return [name for name in judge.state.jobs if name != SYSTEM_JOB]
 
 
 def _bytes_verdict(
@@ -250,7 +244,7 @@ def _verdict(
     url: str,
     job: str | None,
     report: IntegrityReport,
-    judge: Judge,
+    judgement: Judgement,
     signed: HeadReport,
     require_signed: bool,
     key_given: bool,
@@ -259,26 +253,14 @@ def _verdict(
     if signed.sound is not None and signed.sound <= report.sound_until:
         report.sound_until, report.head = signed.sound - 1, None
     if not broken:
-        if report.events == 0:
-            raise NothingToJudge(
-                "expected a ledger with events, found an empty one; run a job first"
-            )
-        if job is not None and job not in judge.benches:
-            raise UnknownJob(job, _names(judge))
-        if not judge.benches:
-            raise NothingToJudge(
-                "expected events of a job, found none but the ledger's own; run a job first"
-            )
-    coverage = judge.close()
-    first_pass = [*report.rows, *signed.rows]
-    for row in first_pass:
-        row.required = any(
-            row.invariant in plan.required_invariants
-            for name in judge.benches
-            if (plan := judge.state.job(name).plan) is not None
-        )
-    coverage.rows[:0] = first_pass
-    could_not = _could_not(judge, coverage)
+        _refuse_nothing(report, judgement, job)
+    required = frozenset[str]().union(*(judged.required for judged in judgement.jobs.values()))
+    coverage = Coverage([*report.rows, *signed.rows])
+    for row in coverage.rows:
+        row.required = row.invariant in required
+    for judged in judgement.jobs.values():
+        coverage.rows += judged.rows
+    could_not = _could_not(judgement, coverage)
     events = max(report.events, report.sound_until + 1)
     if require_signed and events > signed.protected:
         could_not.insert(
@@ -292,13 +274,13 @@ def _verdict(
             f"judged to position {report.sound_until} only: what follows the first damage proves "
             "nothing"
         )
-    for name, bench in judge.benches.items():
-        for unknown, count in bench.unknown.items():
+    for name, judged in judgement.jobs.items():
+        for unknown, count in judged.unknown.items():
             notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
-    findings = [*report.findings, *signed.findings, *judge.findings]
+    findings = [*report.findings, *signed.findings, *judgement.findings]
     return Verdict(
         url=url,
-        jobs=tuple(judge.benches),
+        jobs=tuple(judgement.jobs),
         findings=tuple(sorted(findings, key=lambda f: (f.position, f.invariant, f.expected))),
         coverage=coverage,
         last=report.events - 1 if not broken else max(report.events - 1, report.sound_until),
@@ -306,24 +288,35 @@ def _verdict(
         head=report.head.hex() if report.head else "",
         could_not=tuple(could_not),
         notes=tuple(notes),
-        findings_left_off=report.findings.left_off + judge.findings.left_off,
+        findings_left_off=report.findings.left_off + judgement.findings.left_off,
         integrity_broken=broken,
-        open_operations=judge.open_operations(),
+        open_operations=judgement.open_operations,
         protected_until=signed.protected - 1,
     )
 
 
-def _could_not(judge: Judge, coverage: Coverage) -> list[str]:
+def _refuse_nothing(report: IntegrityReport, judgement: Judgement, job: str | None) -> None:
+    """Raise NothingToJudge or UnknownJob where no job was judged."""
+    if report.events == 0:
+        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
+    if job is not None and job not in judgement.jobs:
+        raise UnknownJob(job, judgement.seen)
+    if not judgement.jobs:
+        raise NothingToJudge(
+            "expected events of a job, found none but the ledger's own; run a job first"
+        )
+
+
+def _could_not(judgement: Judgement, coverage: Coverage) -> list[str]:
     reasons = []
-    for name in judge.benches:
-        state = judge.state.job(name)
-        if state.plan is None:
+    for name, judged in judgement.jobs.items():
+        if not judged.planned:
             reasons.append(
                 f"job {name} declared no plan: begin it with JobOpened, which carries one"
             )
-        elif not (judge.benches[name].trained or state.operations or state.syncs):
+        elif not judged.active:
             reasons.append(f"job {name} recorded neither a training step nor an operation")
-    verdict_jobs = ", ".join(judge.benches)
+    verdict_jobs = ", ".join(judgement.jobs)
     for row in coverage.unchecked_required():
         reasons.append(
             f"job {row.job or verdict_jobs} requires {row.invariant}, which was {row.status}: "

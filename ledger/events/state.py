@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import ValidationInfo, field_validator
+
 from shiftbook.ledger.events.base import Count, Event, Hex128, Sha256
 
 
@@ -27,6 +29,15 @@ class CheckpointSaved(Event):
     """Uids drawn and held in it; absent where the bundle's manifest says so."""
     file_parts: dict[str, Hex128] | None = None
     """Root of each part as read back from the file."""
+
+    @field_validator("file_parts")
+    @classmethod
+    def _held_once(
+        cls, found: dict[str, str] | None, info: ValidationInfo
+    ) -> dict[str, str] | None:
+        """The very parts where they are equal: a state remembers every bundle."""
+        parts: dict[str, str] | None = info.data.get("parts")
+        return parts if found == parts else found
 
 
 class CheckpointRestored(Event):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
+from itertools import accumulate, islice
 
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import RandomStatesRecorded
@@ -10,6 +11,9 @@ from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.events.training import SamplesGenerated
 from shiftbook.verify.invariants.base import Invariant, Step, listed, short
 from shiftbook.verify.lineage import WINDOW
+
+MOST_STREAMS = 64 * WINDOW
+"""Streams of samples that are remembered back in time."""
 
 RNG = "rng:"
 """Before the owner's name in the parts of a bundle."""
@@ -31,7 +35,10 @@ class DistinctStreams(Invariant):
     )
 
     def begin(self) -> None:
-        self._streams: OrderedDict[str, tuple[str, int]] = OrderedDict()
+        self._streams: dict[str, str] = {}
+        """Streams, oldest first, with the first sample that had each."""
+        self._events: deque[tuple[int, int]] = deque()
+        """Position of each event that gave some of them, with their number."""
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, RandomStatesRecorded):
@@ -61,15 +68,18 @@ class DistinctStreams(Invariant):
             self.missing("generated rows carry no name of their randomness")
             return
         twice = []
+        before = len(self._streams)
         for uid, stream in zip(step.rows["uid"], streams, strict=True):
-            other, at = self._streams.setdefault(stream, (uid, step.at))
+            other = self._streams.setdefault(stream, uid)
             if other != uid:
-                twice.append((uid, other, at))
-        while len(self._streams) > 64 * WINDOW:
-            self._streams.popitem(last=False)
+                twice.append((uid, other, stream))
+        if len(self._streams) > before:
+            self._events.append((step.at, len(self._streams) - before))
+        at = self._position(twice[0][2]) if twice else None
+        self._forget()
         self.passed(len(streams))
         if twice:
-            uid, other, at = twice[0]
+            uid, other, _ = twice[0]
             self.flag(
                 step.at,
                 expected=f"{uid} drawn with randomness of its own",
@@ -78,6 +88,20 @@ class DistinctStreams(Invariant):
                 action="Key the randomness by job seed, uid, turn and token.",
                 others=(at,),
             )
+
+    def _position(self, stream: str) -> int:
+        """Position of the event that gave a stream; asked once for a finding, so it may count."""
+        place = next(i for i, known in enumerate(self._streams) if known == stream)
+        ends = accumulate(count for _, count in self._events)
+        return next(at for (at, _), end in zip(self._events, ends, strict=True) if place < end)
+
+    def _forget(self) -> None:
+        """Let the oldest streams go where there are too many."""
+        for stream in list(islice(self._streams, max(0, len(self._streams) - MOST_STREAMS))):
+            del self._streams[stream]
+            at, count = self._events.popleft()
+            if count > 1:
+                self._events.appendleft((at, count - 1))
 
 
 class RandomLineage(Invariant):

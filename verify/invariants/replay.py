@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from sys import intern
 
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import AttemptStarted, ExperimentForked, PlanAmended
@@ -53,6 +54,17 @@ class Replay(Invariant):
     id = "replay"
     title = "recomputed iterations give the same record"
     needs = "digests of an iteration in both attempts"
+    sees = (
+        PlanAmended,
+        ExperimentForked,
+        AttemptStarted,
+        CheckpointRestored,
+        SamplesDrawn,
+        SamplesGenerated,
+        SamplesRewarded,
+        BatchConsumed,
+        UpdateApplied,
+    )
 
     def begin(self) -> None:
         self._first: OrderedDict[int, dict[str, tuple[str, int]]] = OrderedDict()
@@ -77,7 +89,7 @@ class Replay(Invariant):
                 del self._seen[next(iter(self._seen))]
             part = self._seen.get((iteration, what), 0)
             self._seen[iteration, what] = part + 1
-            name = f"{what} ({part})"
+            name = intern(f"{what} ({part})")  # nearly the same names in each iteration and job
             if name not in known:
                 known[name] = (value, step.at)
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from itertools import islice
 
 from shiftbook.ledger.events.training import BatchConsumed, SamplesDropped, SamplesGenerated
 from shiftbook.verify.invariants.base import Invariant, Step
@@ -12,6 +12,9 @@ from shiftbook.verify.lineage import WINDOW
 LIKELIHOOD = 1e-6
 """Chance below which long and short samples are no longer dropped alike: one false alarm in a
 million looks of an honest run whose drops do not depend on length."""
+
+MOST_SAMPLES = 64 * WINDOW
+"""Samples whose length is remembered."""
 
 LEAST_DROPS = 8
 """Drops from which on there is something to judge."""
@@ -41,7 +44,8 @@ class SelectionAudit(Invariant):
     )
 
     def begin(self) -> None:
-        self._tokens: OrderedDict[str, int] = OrderedDict()
+        self._tokens: dict[str, int] = {}
+        """Tokens of each sample, by its uid, oldest first."""
         self._trained: list[int] = []
         self._dropped: list[int] = []
         self._told = False
@@ -50,8 +54,8 @@ class SelectionAudit(Invariant):
         event = step.event
         if isinstance(event, SamplesGenerated) and step.rows is not None and len(step.rows):
             self._tokens.update(zip(step.rows["uid"], step.rows["tokens"], strict=True))
-            while len(self._tokens) > 64 * WINDOW:
-                self._tokens.popitem(last=False)
+            for uid in list(islice(self._tokens, max(0, len(self._tokens) - MOST_SAMPLES))):
+                del self._tokens[uid]
         elif isinstance(event, SamplesDropped):
             if event.reason.partition(":")[0] not in LENGTH_RULES + REWARD_RULES:
                 lengths = [self._tokens[u] for u in event.uids if u in self._tokens]

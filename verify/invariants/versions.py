@@ -42,6 +42,17 @@ class VersionIsPolicy(Invariant):
     id = "I8"
     title = "policy version and fingerprint one to one"
     needs = "policy_version and the policy's fingerprint in UpdateApplied, syncs and bundles"
+    sees = (
+        ExperimentForked,
+        AttemptStarted,
+        JobClosed,
+        IterationCompleted,
+        UpdateApplied,
+        WeightSyncStarted,
+        CheckpointSaved,
+        CheckpointRestored,
+        StateFirstUsed,
+    )
 
     def begin(self) -> None:
         self._by_version: OrderedDict[int, tuple[str, int]] = OrderedDict()
