@@ -77,8 +77,9 @@ class Broken(TorchEngine):
             self.version = version
             return
         super().load(weights, version)
-        if self.fault == "breaks":
-            self.fault = ""
+        if self.fault.startswith("breaks"):
+            # The weights of the next version stay where nothing writes over them.
+            self.fault = "does nothing" if self.fault == "breaks for good" else ""
             raise RuntimeError("half of it was written\nand a second line")
 
     def flush(self) -> tuple[str, ...]:
@@ -155,6 +156,39 @@ def test_where_the_way_back_fails_too_nothing_is_served() -> None:
     serving.submit(requests(1)[0])
     with pytest.raises(EngineError, match="verified policy version"):
         serving.step()
+
+
+def test_the_way_back_is_fingerprinted_also_where_no_probe_was_asked_for() -> None:
+    engine = Broken(CONFIG, 4)
+    serving = served(engine)
+    take(serving, 0, probe=None)
+    engine.fault = "breaks for good"
+    taken = take(serving, 1, probe=None)
+    assert taken.failure.startswith("RuntimeError: half of it was written")
+    assert taken.rolled_back_to is None
+    assert serving.version == -1
+    engine.fault = ""
+    assert take(serving, 1, probe=None).failure is None
+
+
+def test_a_version_is_taken_in_order_around_turns_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TorchEngine(CONFIG, 4)
+    serving = served(engine)
+    take(serving, 0)
+    for request in requests(3):
+        serving.submit(request)
+    serving.step()
+    order: list[str] = []
+    for name in ("drain", "load", "resident", "flush", "probe", "submit"):
+        method = getattr(engine, name)
+
+        def call(*arguments: Any, name: str = name, method: Any = method) -> Any:
+            order.append(name)
+            return method(*arguments)
+
+        monkeypatch.setattr(engine, name, call)
+    assert take(serving, 1).failure is None
+    assert order == ["drain", "load", "resident", "flush", "probe", *["submit"] * 3]
 
 
 def test_the_first_generation_reads_what_is_there_then() -> None:
