@@ -106,9 +106,36 @@ def engine(engine_process: Call) -> Call:
 
 
 def test_nothing_is_served_before_the_first_verified_version(engine: Call) -> None:
+    none = "expected a verified policy version, found none"
     engine("submit", requests(1))
-    with pytest.raises(Exception, match="expected a verified policy version, found none"):
+    with pytest.raises(Exception, match=none):
         engine("steps", 1)
+    weights, prints = policy(0), fingerprint_tensors(policy(0))
+    # A first version that fails leaves nothing to go back to.
+    for refused, said in (
+        (engine("take", weights, 0, probe(0), fingerprint_tensors(policy(1))), "differing: "),
+        (engine("take", weights, 0, probe(1), prints), "probe: log-probabilities differ"),
+    ):
+        assert refused.failure.startswith(said)
+        assert refused.rolled_back_to is None
+        with pytest.raises(Exception, match=none):
+            engine("steps", 1)
+    assert engine("take", weights, 0, probe(0), prints).failure is None
+    assert {version for r in engine("finish") for version in r.versions} == {0}
+
+
+def test_a_version_is_taken_step_by_step_around_turns_that_run(engine: Call) -> None:
+    take(engine, 0)
+    engine("submit", requests(6))
+    early = engine("steps", 3)
+    weights = policy(1)
+    taken, order = engine("take_traced", weights, 1, probe(1), fingerprint_tensors(weights))
+    assert taken.failure is None
+    # Pause, load, fingerprint, flush, probe; then every turn that was kept goes on.
+    assert order[:5] == ["drain", "load", "resident", "flush", "probe"]
+    assert order[5:] == ["submit"] * (6 - len(early))
+    assert engine("figures")["version"] == 1
+    assert len(engine("finish")) == 6 - len(early) > 0
 
 
 def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call) -> None:
@@ -133,7 +160,11 @@ def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call)
     }
 
 
-def test_tokens_carry_their_version_across_an_update_in_mid_generation(engine: Call) -> None:
+@pytest.mark.parametrize("caches", ["flush", "salt"])
+def test_tokens_carry_their_version_across_an_update_in_mid_generation(
+    engine: Call, caches: str
+) -> None:
+    engine("anew", caches)
     take(engine, 0)
     wanted = requests(8)
     engine("submit", wanted)
@@ -186,6 +217,15 @@ def test_salted_caches_need_no_flush(engine: Call) -> None:
     assert take(engine, 0).caches_flushed == ("prefix (salted)",)
     assert take(engine, 1).failure is None
     assert take(engine, 2).gap.good
+
+
+def test_a_salt_that_does_not_change_is_seen_by_the_probe(engine: Call) -> None:
+    engine("anew", "salt")
+    engine("salt_once")
+    assert take(engine, 0).failure is None
+    taken = take(engine, 1)
+    assert taken.fingerprints == fingerprint_tensors(policy(1))
+    assert "probe: log-probabilities differ" in taken.failure
 
 
 def test_vllm_does_not_flush_while_turns_run_and_that_is_an_error(engine: Call) -> None:
@@ -341,9 +381,7 @@ def judged(
                 divisor=tokens,
                 groups=[uid.partition("/")[0] for uid in made[0]],
             )
-            update.applied(
-                version=1, optimizer_step=1, learning_rate=1e-3, loss=0.0, grad_norm=1.0
-            )
+            update.applied(version=1, optimizer_step=1, learning_rate=1e-3, loss=0.0, grad_norm=1.0)
         synced(record, 1)
         generated(record, 1, batches[1], made[1], stamps)
     return verify(url)
