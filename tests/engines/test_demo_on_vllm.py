@@ -39,8 +39,8 @@ def test_the_demo_is_clean_within_its_calibrated_tolerance(tmp_path: Path) -> No
     assert document["verdict"]["findings"] == []
     noise = Noise(**json.loads((tmp_path / "calibration.json").read_bytes()))
     print(noise.text())
-    # Four policies, five ways to cut eight prompts into batches, 24 tokens each.
-    assert noise.compared == 4 * 5 * 8 * 24
+    # Four policies, five ways to cut eight prompts into batches; 24 tokens each, and a turn each.
+    assert noise.compared >= 4 * 5 * 8 * (24 + 1)
     assert 0 < noise.mean_gap <= noise.tolerance / 8
     assert noise.text() in done.stderr
     assert {row["value"] for row in document["rows"] if row["what"] == "engine"} == {noise.text()}
