@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from shiftbook.jobs.desk import Desk
 from shiftbook.jobs.right_of_way import RightOfWay
@@ -92,7 +93,9 @@ class Care:
 
         The arguments are those of ``Supervisor.repair``.
         """
-        with self._way.repair():
+        # A sync waits for a move that is under way, so ending one must not wait for a sync.
+        alone = self._syncer.alone if move is None else nullcontext()
+        with self._way.repair(), alone:
             self._make_match(topology, fresh, anew, move, forward)
         self._desk.wake()
 

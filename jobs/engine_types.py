@@ -19,7 +19,8 @@ class TurnRequest:
 
     ``context`` holds all tokens before the turn; ``partial`` those of this turn that another
     engine has already sampled, with their log-probabilities and policy versions. ``max_new``
-    bounds the whole turn, ``partial`` included. Lower ``priority`` is more urgent.
+    bounds the whole turn, ``partial`` included. Lower ``priority`` is more urgent. ``version`` is
+    the policy version that the training expects; None where any verified one will do.
     """
 
     uid: str
@@ -31,6 +32,7 @@ class TurnRequest:
     max_new: int = 12
     seed: int = 0
     priority: int = 0
+    version: int | None = None
 
     @property
     def key(self) -> tuple[str, int]:

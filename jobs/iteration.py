@@ -29,13 +29,15 @@ class Iteration:
     """The samples of one iteration; safe to use from several threads under its lock.
 
     A group is numbered by its place in the draw (0 to ``len(draws)`` - 1), which is also the order
-    in which virtual ranks own groups.
+    in which virtual ranks own groups. ``version`` is the policy version that generates all of it;
+    None leaves that to the engines.
     """
 
     number: int
     seed: int
     draws: list[Draw]
     group_size: int
+    version: int | None = None
     samples: dict[str, Sample] = field(default_factory=dict)
     batches: dict[int, GroupBatch] = field(default_factory=dict)
     """Complete groups."""
@@ -64,6 +66,7 @@ class Iteration:
 
     def _turn(self, episode: EpisodeState, source: str) -> Work:
         request = episode.next_request()
+        request.version = self.version
         return Work(request.key, request, tool_calls_done=episode.calls, source=source)
 
     def turn_done(self, result: TurnResult, worker: Worker) -> tuple[str, Work | int] | None:

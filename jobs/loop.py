@@ -38,7 +38,7 @@ from shiftbook.jobs.state_records import first_updated, first_used, saved_bundle
 from shiftbook.jobs.syncing import Syncer, probed
 from shiftbook.jobs.updating import Reports, Updater
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.errors import LedgerUnreachable, RecoverLater
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.observation import IterationCompleted
 from shiftbook.ledger.events.state import CheckpointSaved
@@ -181,7 +181,12 @@ class TrainingLoop:
     def repair(
         self, topology: dict[str, Any], move: Grant | None = None, forward: bool = False
     ) -> None:
-        """Bring the processes into a topology, at the end of a move or after one was closed."""
+        """Bring the processes into a topology, at the end of a move or after one was closed.
+
+        Raises RecoverLater while an attempt starts, which itself ends what is open.
+        """
+        if self._phase == "starting":
+            raise RecoverLater(f"the training loop of {self.config.job} starts; try again")
         self._care.repair(Topology.model_validate(topology), move=move, forward=forward)
 
     def stop(self) -> None:
@@ -297,7 +302,7 @@ class TrainingLoop:
         standing.begin_iteration()
         times = IterationTimes(self._fleet, standing.topology)
         draws = self._sampler.draw(config.groups)
-        iteration = Iteration(number, config.seed, draws, GROUP_SIZE)
+        iteration = Iteration(number, config.seed, draws, GROUP_SIZE, standing.version)
         name = standing.grant.operation
         self._recording.later([Draft(drawn(name, iteration, HASH_SORT, config.seed))])
         self._desk.begin(iteration)
@@ -306,9 +311,9 @@ class TrainingLoop:
         standing.version += 1
         self._record_update(iteration, reports)
         base = standing.last_published
-        published = standing.put_out(first["weights"], standing.version)
-        targets = [r.name for r in standing.topology.replicas("rollout")]
-        stall_s = self._syncer.sync(published, targets, base.version, self._desk.exchange)
+        with self._syncer.alone:  # nothing that is brought up meanwhile takes the version before
+            published = standing.put_out(first["weights"], standing.version)
+            stall_s = self._syncer.sync(published, base.version, self._desk.exchange)
         wall_s = time.monotonic() - began_s
         standing.add_stalls({"rollout": stall_s})
         event = times.event(

@@ -86,18 +86,26 @@ class ServedEngine:
         """Pause, load, fingerprint, flush, probe, resume; a failure rolls back and is answered.
 
         ``source`` are the sender's fingerprints by declared name; what differs is a failure. Turns
-        in hand go on afterwards, under whichever version is served; without one they are kept.
+        in hand go on afterwards, under whichever version is served; without one they are kept. One
+        in hand that asks for another version refuses this one.
         """
         began_s = time.monotonic()
         kept = self.engine.drain()
         taken = Taken(version, {}, moved_bytes=sum(t.nbytes for t in weights.values()))
+        bound = next((r for r in kept if r.version not in (None, version)), None)
         try:
+            if bound is not None:
+                raise EngineError(
+                    f"turn {bound.turn} of {bound.uid} in hand asks for version {bound.version}"
+                )
             self._load(weights, taken, probe, source)
         except REFUSALS as error:
             taken.failure = taken.failure or f"{type(error).__name__}: {first_line(error)}"
         if taken.failure is None:
             self._good = (dict(weights), version, probe, taken.fingerprints)
             self._after = after
+        elif bound is not None:
+            taken.rolled_back_to = None if self._good is None else self._good[1]
         else:
             taken.rolled_back_to = self._roll_back()
         for request in kept:
@@ -154,7 +162,16 @@ class ServedEngine:
         return version
 
     def submit(self, request: TurnRequest) -> None:
-        """Queue a turn; it runs under verified weights only."""
+        """Queue a turn; it runs under verified weights only.
+
+        Raises ``EngineError`` where another version is served than the turn asks for: an engine
+        that a sync has missed must not generate for the iteration after it.
+        """
+        if request.version not in (None, self.version):
+            raise EngineError(
+                f"turn {request.turn} of {request.uid}: expected policy version {request.version}, "
+                f"found {self.version} served; sync the engine first"
+            )
         self.engine.submit(request)
 
     def step(self) -> list[TurnResult]:

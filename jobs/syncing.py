@@ -16,7 +16,12 @@ from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.probe import TOLERANCE, Gap, Probe, expected_logps
 from shiftbook.jobs.serving import Taken
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError, SyncMustWait
+from shiftbook.ledger.errors import (
+    LedgerUnreachable,
+    ShiftbookError,
+    SyncMustWait,
+    TopologyChanged,
+)
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.probes import LogProbsReplayed
 from shiftbook.ledger.events.sync import (
@@ -27,6 +32,7 @@ from shiftbook.ledger.events.sync import (
 )
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.channels import Exchange
 from shiftbook.scheduler.errors import first_line
 from shiftbook.scheduler.fleet import Fleet
@@ -39,6 +45,8 @@ LOOK_AGAIN_S = 0.05
 ENCODING = "full"
 TRIES = 2
 """How often a version is offered to an engine that refuses it."""
+Targets = tuple[Topology | None, tuple[str, ...]]
+"""Engines, and the topology that they were read from, where they are all of its engines."""
 
 
 @dataclass(frozen=True)
@@ -86,23 +94,26 @@ class Syncer:
         self._count = 0
         self._held_back: set[str] = set()
         """Replicas that refused the last version, and are handed no work."""
+        self.alone = threading.RLock()
+        """Held from when a version is chosen until its sync has ended: one version at a time."""
 
     def begin(self, published: Published, targets: Sequence[str], base: int | None) -> str:
         """Record the intent; waits for a move that is quiesced or further. In an outage the
         record is spooled: syncs inside the topology go on."""
-        return self._begin(published, base, lambda: tuple(targets))[0]
+        return self._begin(published, base, lambda: (None, tuple(targets)))[0]
 
     def _begin(
-        self, published: Published, base: int | None, targets: Callable[[], tuple[str, ...]]
+        self, published: Published, base: int | None, targets: Callable[[], Targets]
     ) -> tuple[str, tuple[str, ...]]:
-        """``begin``, with targets that are asked for whenever a move was waited for: it may have
-        brought engines up, with the version before this one."""
+        """``begin``, with targets that are asked for again whenever a move was waited for, and
+        whenever the topology is no longer the one that they were read from: engines may have been
+        brought up, with the version before this one."""
         self._count += 1
         operation = f"sync-{self._grant.operation}-{published.version}-{self._count}"
         self._recording.flush()
         deadline = time.monotonic() + MOVE_LIMIT_S
         while True:
-            asked = targets()
+            topology, asked = targets()
             started = WeightSyncStarted(
                 attempt=self._grant.operation,
                 version=published.version,
@@ -116,8 +127,11 @@ class Syncer:
             try:
                 if self._recording.spooling:
                     raise LedgerUnreachable("records are being spooled")
-                return self._gate.begin_sync(self._job, started, operation=operation), asked
-            except SyncMustWait:
+                name = self._gate.begin_sync(
+                    self._job, started, operation=operation, topology=topology
+                )
+                return name, asked
+            except (SyncMustWait, TopologyChanged):
                 if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(LOOK_AGAIN_S)
@@ -125,22 +139,29 @@ class Syncer:
                 self._recording.now([Draft(started, operation=operation)], key=operation)
                 return operation, asked
 
-    def _engines(self, known: Sequence[str]) -> tuple[str, ...]:
-        """Engines of the topology as the ledger has it now; those that are known in an outage."""
+    def _engines(self) -> Targets:
+        """Engines of the topology as the ledger has it now. In an outage those whose processes are
+        up: a move that the outage cut short may have left others than any topology names."""
         try:
             topology = self._gate.ledger.state().job(self._job).topology
         except LedgerUnreachable:
-            return tuple(known)
-        return tuple(replica.name for replica in topology.replicas("rollout"))
+            statuses = self._fleet.statuses()
+            return None, tuple(
+                replica
+                for replica, status in sorted(statuses.items())
+                if self._fleet.hosts[replica].component == "rollout"
+                and status is not None
+                and status["state"] != "idle"
+            )
+        return topology, tuple(replica.name for replica in topology.replicas("rollout"))
 
     def sync(
         self,
         published: Published,
-        targets: Sequence[str],
         base: int,
         exchange: Exchange,
     ) -> float:
-        """Deliver to engines that serve; returns the seconds that they stood still.
+        """Deliver to the engines of the topology; returns the seconds that they stood still.
 
         One that refuses the version is offered it once more, as an operation of its own. Raises
         ``EngineError`` where engines refuse it for good and no other serves it.
@@ -149,7 +170,7 @@ class Syncer:
         left: list[str] = []
         served: list[str] = []
         reasons: list[str] = []
-        asked: Callable[[], tuple[str, ...]] = partial(self._engines, targets)
+        asked: Callable[[], Targets] = self._engines
         for _ in range(TRIES):
             outcomes = self._deliver(published, asked, base)
             served += [o.target for o in outcomes if o.outcome == "serving"]
@@ -164,7 +185,7 @@ class Syncer:
             reasons = [f"{o.target}: {o.reason}" for o in refused]
             if not left:
                 break
-            asked = partial(tuple, left)
+            asked = partial(_these, tuple(left))
         if left and not served:
             raise EngineError(
                 f"expected an engine to serve version {published.version}, found that none took "
@@ -173,7 +194,7 @@ class Syncer:
         return time.monotonic() - began_s
 
     def _deliver(
-        self, published: Published, asked: Callable[[], tuple[str, ...]], base: int
+        self, published: Published, asked: Callable[[], Targets], base: int
     ) -> list[TargetOutcome]:
         """One operation; what came of it, by target."""
         began_s = time.monotonic()
@@ -272,6 +293,11 @@ class Syncer:
             stall_s=stall_s,
             caches_flushed=tuple(sorted(flushed)),
         )
+
+
+def _these(targets: tuple[str, ...]) -> Targets:
+    """Engines that are offered a version again; it is theirs, whatever else was brought up."""
+    return None, targets
 
 
 def probed(attempt: str, replica: str, version: int, gap: Gap) -> LogProbsReplayed:

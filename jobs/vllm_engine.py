@@ -73,6 +73,7 @@ class _Lane:
             max_new=request.max_new,
             seed=request.seed,
             priority=request.priority,
+            version=request.version,
         )
 
 

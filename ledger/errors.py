@@ -27,9 +27,11 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── StaleGrant                  the grant's epoch is not the operation's current one
 │   ├── StepTimeout                 the step came after its time limit
 │   ├── SyncMustWait                a move is past the point where a weight sync may end it
+│   ├── TopologyChanged             the topology that a request was made on is not in force
 │   ├── DeviceHeld                  another process holds the lock of a device
 │   ├── RolledBack                  the operation was undone
 │   └── Poisoned                    neither forward nor back was possible
+├── RecoverLater                    a mover cannot act now; the move stays open
 ├── MissingExtra                    an optional dependency is not installed
 └── InvalidQuery / InvalidInput     what the user typed cannot be done
 """
@@ -223,6 +225,17 @@ class SyncMustWait(GateError):
         )
 
 
+class TopologyChanged(GateError):
+    """What was asked for was made on a topology that is no longer in force."""
+
+    def __init__(self, seen: str, found: str) -> None:
+        self.seen, self.found = seen, found
+        super().__init__(
+            f"expected the topology {found}, which is in force, found a request made on {seen}; "
+            "read the topology again and ask anew"
+        )
+
+
 class DeviceHeld(GateError):
     """Another process holds the lock of a device, so it may still use it."""
 
@@ -233,6 +246,10 @@ class Poisoned(GateError):
 
 class RolledBack(GateError):
     """The operation was undone; the topology before it is in force again."""
+
+
+class RecoverLater(ShiftbookError):
+    """A mover cannot act now, which says nothing about whether it can: the move stays open."""
 
 
 class MissingExtra(ShiftbookError):

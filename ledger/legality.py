@@ -183,6 +183,9 @@ def _attempt(
     if event.parent is not None and event.parent not in job.attempts:
         return Violation("attempt", "a known parent attempt", f"{event.parent} is unknown")
     for device in event.topology.devices():
+        if device in state.quarantine:
+            found = f"poisoned by {state.quarantine[device]}"
+            return Violation("quarantine", f"{device} usable", found)
         held = state.leases.get(device)
         if held is None or held.job != job.name or held.epoch != event.epoch:
             found = (

@@ -24,7 +24,8 @@ class Mover(Protocol):
     """Acts on the processes of a job, for recovery and for moves of other people's schedulers.
 
     ``restore`` and ``finish`` may be called again after a failure or a crash in their middle, so
-    both must be idempotent. They pass the grant on to the workers, which check it.
+    both must be idempotent. They pass the grant on to the workers, which check it. One that cannot
+    act now raises ``RecoverLater``: the move stays open. Any other failure counts as a try.
     """
 
     def inspect(self) -> Topology:

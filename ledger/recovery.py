@@ -15,6 +15,7 @@ from shiftbook.ledger.errors import (
     DeviceHeld,
     IllegalStep,
     LedgerUnreachable,
+    RecoverLater,
     StaleGrant,
     UnknownJob,
 )
@@ -41,7 +42,7 @@ TRIES = 3
 UNDOABLE = ("granted", "quiesced", "transferred")
 """Statuses from which a move can be undone."""
 
-PASSING = (LedgerUnreachable, DeviceHeld)
+PASSING = (LedgerUnreachable, DeviceHeld, RecoverLater)
 """Errors that say nothing about whether a way is possible: the operation stays open for a later
 recovery."""
 

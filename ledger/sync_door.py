@@ -7,7 +7,7 @@ from dataclasses import replace
 from shiftbook.ledger.canonical import encode, leaf_hash
 from shiftbook.ledger.doors import Door, abandon_unquiesced
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import StaleGrant, SyncMustWait
+from shiftbook.ledger.errors import StaleGrant, SyncMustWait, TopologyChanged
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.sync import (
     WeightSyncCommitted,
@@ -18,20 +18,29 @@ from shiftbook.ledger.events.sync import (
 from shiftbook.ledger.lawful import lawful
 from shiftbook.ledger.receipt import Decision, Receipt
 from shiftbook.ledger.state import LedgerState
+from shiftbook.ledger.topology import Topology
 
 
 class SyncDoor(Door):
     """Begin a weight sync, record its deliveries, and end it."""
 
     def begin_sync(
-        self, job: str, started: WeightSyncStarted, *, operation: str | None = None
+        self,
+        job: str,
+        started: WeightSyncStarted,
+        *,
+        operation: str | None = None,
+        topology: Topology | None = None,
     ) -> str:
         """Begin to deliver a policy version; give the operation's id (``sync-POSITION``).
 
         A move that is proposed, or granted and not quiesced, is abandoned in the same decision.
+        ``topology`` is the one that the targets were read from: no engine that a move brought up
+        since is left out.
 
-        Raise SyncMustWait while a move is quiesced or further, StaleGrant where the event's epoch
-        is not that of the current attempt.
+        Raise SyncMustWait while a move is quiesced or further, TopologyChanged where ``topology``
+        is no longer in force, StaleGrant where the event's epoch is not that of the current
+        attempt.
         """
         names: list[str] = []
 
@@ -54,6 +63,8 @@ class SyncDoor(Door):
             running = current.operation_running()
             if running is not None and running.status != "granted":
                 raise SyncMustWait(running.operation, running.status)
+            if topology is not None and not topology.matches(current.topology):
+                raise TopologyChanged(topology.text(), current.topology.text())
             version = started.version
             drafts = abandon_unquiesced(current, f"weight sync of version {version} goes first")
             names.append(operation or f"sync-{state.size + len(drafts)}")

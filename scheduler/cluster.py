@@ -114,7 +114,8 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _environment(token_path: Path, temp_dir: str) -> dict[str, str]:
+def environment(token_path: Path, temp_dir: str) -> dict[str, str]:
+    """What the processes of a cluster are started with."""
     return {
         **os.environ,
         CLUSTER_VARIABLE: temp_dir,
@@ -149,35 +150,15 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
     temp_dir = Path(tempfile.mkdtemp(prefix="sb-", dir="/tmp"))
     token_path = token_file()
     port = _free_port()
-    _ray_start(
-        [
-            "--head",
-            f"--port={port}",
-            "--include-dashboard=false",
-            f"--temp-dir={temp_dir / 'ray'}",
-        ],
-        slots,
-        node,
-        token_path,
-        str(temp_dir),
-    )
-    return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
-
-
-def start_node(cluster: ClusterFile, slots: int, *, node: str) -> None:
-    """Add a raylet with ``slots`` slots, named ``node``, to a running cluster, on this machine."""
-    options = [f"--address={cluster.address}"]
-    _ray_start(options, slots, node, Path(cluster.token_path), cluster.temp_dir)
-
-
-def _ray_start(options: list[str], slots: int, node: str, token_path: Path, temp_dir: str) -> None:
-    """``ray start`` with what head and nodes have in common; ClusterError when it fails."""
     resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{node}": 1}
     command = [
         str(Path(sys.executable).with_name("ray")),
         "start",
+        "--head",
         "--node-ip-address=127.0.0.1",
-        *options,
+        f"--port={port}",
+        "--include-dashboard=false",
+        f"--temp-dir={temp_dir / 'ray'}",
         f"--num-cpus={max(slots, 2) + 8}",
         "--num-gpus=0",
         f"--resources={json.dumps(resources)}",
@@ -189,7 +170,7 @@ def _ray_start(options: list[str], slots: int, node: str, token_path: Path, temp
     try:
         done = subprocess.run(
             command,
-            env=_environment(token_path, temp_dir),
+            env=environment(token_path, str(temp_dir)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -204,6 +185,7 @@ def _ray_start(options: list[str], slots: int, node: str, token_path: Path, temp
     if done.returncode != 0:
         tail = done.stdout.decode(errors="replace").strip().splitlines()[-3:]
         raise ClusterError(f"the Ray node {node} did not start: {' / '.join(tail)}")
+    return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
 
 
 def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:

@@ -9,6 +9,7 @@ ShiftbookError
     ├── SlotBusy              a process of another job holds state on the device
     ├── WorkerError           a worker was asked for what it cannot do as it stands
     ├── WorkerLost            a worker's process ended, or did not answer in time
+    │   └── LoopLost          the training loop did
     └── MoveFailed            a step of a move failed; it was or must be rolled back
 """
 
@@ -47,6 +48,10 @@ class WorkerError(SchedulerError):
 
 class WorkerLost(SchedulerError):
     """A worker's process ended, or did not answer in time."""
+
+
+class LoopLost(WorkerLost):
+    """The training loop's process ended, or did not answer in time; its next attempt goes on."""
 
 
 class MoveFailed(SchedulerError):

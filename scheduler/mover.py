@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shiftbook.ledger.errors import InvalidInput
+from shiftbook.ledger.errors import InvalidInput, RecoverLater
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.cluster import NAMESPACE, ClusterFile, cluster_path, connect, import_ray
-from shiftbook.scheduler.errors import WorkerLost
+from shiftbook.scheduler.errors import LoopLost
 from shiftbook.scheduler.fleet import Fleet, FleetSpec, discover_devices, topology_of
 from shiftbook.scheduler.workers.host import load_path
 
@@ -25,17 +25,17 @@ class LoopClient:
         self._handle: Any = None
 
     def call(self, method: str, *arguments: Any, limit_s: float = CALL_LIMIT_S) -> Any:
-        """Call the loop; WorkerLost when it is gone or silent."""
+        """Call the loop; LoopLost when it is gone or silent."""
         ray = import_ray()
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
             return ray.get(getattr(self._handle, method).remote(*arguments), timeout=limit_s)
         except ValueError as error:
-            raise WorkerLost(f"no training loop {self._name} in this cluster") from error
+            raise LoopLost(f"no training loop {self._name} in this cluster") from error
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
             self._handle = None
-            raise WorkerLost(f"the training loop {self._name} does not answer") from error
+            raise LoopLost(f"the training loop {self._name} does not answer") from error
 
     def telemetry(self, seen: int = -1, wait_s: float = 0.0) -> dict[str, Any]:
         """Counts and progress; with ``wait_s`` held open while the iteration is ``seen``."""
@@ -67,8 +67,15 @@ class LoopClient:
         self, topology: Topology, move: Grant | None = None, *, forward: bool = False
     ) -> None:
         """Bring up what is missing: under the grant of the move that is being ended, where there
-        is one, and the attempt's standing grant."""
-        self.call("repair", topology.model_dump(), move, forward)
+        is one, and the attempt's standing grant.
+
+        Raises RecoverLater where the loop is gone or starts anew: each start of a loop ends the
+        moves that are open, with every process brought up from the last bundle.
+        """
+        try:
+            self.call("repair", topology.model_dump(), move, forward)
+        except LoopLost as error:
+            raise RecoverLater(f"{error}; its next start ends the move, start the job") from error
 
 
 class RayMover:

@@ -119,6 +119,27 @@ def test_a_version_is_taken_in_the_middle_of_turns_and_stamped_token_by_token() 
     assert all(r.versions == sorted(r.versions) for r in results)
 
 
+def test_a_turn_gets_the_version_that_it_asks_for_or_none() -> None:
+    serving = served()
+    take(serving, 3)
+    old, right, any_version = requests(3)
+    old.version, right.version = 2, 3
+    with pytest.raises(EngineError, match="expected policy version 2, found 3 served; sync"):
+        serving.submit(old)
+    serving.submit(right)
+    serving.submit(any_version)
+    while not serving.engine.sampled_tokens:
+        serving.step()
+    taken = take(serving, 4)
+    assert "in hand asks for version 3" in taken.failure
+    assert (taken.rolled_back_to, serving.version) == (3, 3)
+    # What is handed over asks for the same version still.
+    assert [r.version for r in serving.drain()] == [3, None]
+    assert take(serving, 4).failure is None
+    with pytest.raises(EngineError, match="expected policy version 3, found 4"):
+        serving.submit(right)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

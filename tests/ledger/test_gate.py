@@ -21,6 +21,7 @@ from shiftbook.ledger.errors import (
     StaleGrant,
     StepTimeout,
     SyncMustWait,
+    TopologyChanged,
     UnknownJob,
     UnknownOperation,
 )
@@ -628,6 +629,22 @@ def test_a_sync_waits_for_a_move_that_has_quiesced(gate: Gate, reached: str) -> 
     assert (caught.value.operation, caught.value.status) == (grant.operation, reached)
     step(gate, grant, "committed" if reached == "verified" else "rolled_back")
     assert gate.begin_sync("j", sync_started(standing))
+
+
+def test_a_sync_for_the_engines_of_another_topology_is_refused(gate: Gate) -> None:
+    standing = running(gate)
+    seen = job(gate).topology
+    step(gate, advance(gate, granted(gate), "verified"), "committed")
+    now = job(gate).topology
+    assert not seen.matches(now)
+    size = gate.ledger.head().size
+    with pytest.raises(TopologyChanged, match="read the topology again") as caught:
+        gate.begin_sync("j", sync_started(standing), topology=seen)
+    assert (caught.value.seen, caught.value.found) == (seen.text(), now.text())
+    assert gate.ledger.head().size == size
+    name = gate.begin_sync("j", sync_started(standing), topology=now)
+    # What has begun is begun, whatever was seen: a repeat after a lost answer is no new request.
+    assert gate.begin_sync("j", sync_started(standing), operation=name, topology=seen) == name
 
 
 def test_a_sync_runs_in_safe_mode_and_under_the_current_attempt_only(gate: Gate) -> None:

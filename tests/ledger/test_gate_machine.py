@@ -41,6 +41,7 @@ from shiftbook.ledger.errors import (
     StaleGrant,
     StepTimeout,
     SyncMustWait,
+    TopologyChanged,
 )
 from shiftbook.ledger.events.sync import WeightSyncFailed
 from shiftbook.ledger.fencing import GrantChecker
@@ -249,6 +250,7 @@ class GateMachine(RuleBasedStateMachine):
         self.controllers = {name: self.new_controller() for name in DEVICES}
         self.zombies: list[tuple[str, Controller]] = []
         self.standing: dict[str, Grant] = {}
+        self.topologies: dict[str, list[Topology]] = {}
         self.operator = Gate(self.ledger, by="operator", now_ns=self.clock.now_ns)
         self.clusters = {name: Cluster(name, self.ledger, self.fuse) for name in DEVICES}
         self.broken_once: set[str] = set()
@@ -539,12 +541,23 @@ class GateMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.standing)))
         running = self.job(name).operation_running()
         status = running.status if running else None
+        # What a training loop saw some time ago, or just now, or nothing.
+        seen = data.draw(
+            st.sampled_from([None, self.job(name).topology, *self.topologies.get(name, [])])
+        )
+        self.topologies.setdefault(name, []).append(self.job(name).topology)
+        started = sync_started(self.standing[name])
         try:
-            operation = self.operator.begin_sync(name, sync_started(self.standing[name]))
+            operation = self.operator.begin_sync(name, started, topology=seen)
         except SyncMustWait:
             assert status in ("quiesced", "transferred", "verified")
             return
+        except TopologyChanged:
+            assert seen is not None
+            assert not seen.matches(self.job(name).topology)
+            return
         assert status in (None, "granted")
+        assert seen is None or seen.matches(self.job(name).topology)
         self.clusters[name].working = True  # what a sync found stopped takes work again
         failed = WeightSyncFailed(version=1, reason="x")
         self.operator.sync_failed(name, operation, failed)

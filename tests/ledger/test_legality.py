@@ -350,7 +350,11 @@ def test_leases() -> None:
     fold.add(expired)
     assert fold.rule(released) == "lease"
     assert fold.rule(leased("b1"), job="k") is None
-    assert in_status("poisoned").rule(leased("a2")) == "quarantine"
+    poisoned = in_status("poisoned")
+    assert poisoned.rule(leased("a2")) == "quarantine"
+    free = tuple(d for d in DEVICES if d not in poisoned.state.quarantine)
+    poisoned.add(leased("a2", free))
+    assert poisoned.rule(attempted(poisoned.state.size - 1, "a2", parent="a1")) == "quarantine"
 
 
 def test_safe_mode_quarantine_and_amendments() -> None:

@@ -19,6 +19,8 @@ from shiftbook.ledger.errors import (
     IllegalStep,
     InvalidInput,
     LedgerUnreachable,
+    RecoverLater,
+    ShiftbookError,
     UnknownJob,
 )
 from shiftbook.ledger.fencing import DeviceLock
@@ -241,17 +243,25 @@ def test_a_recovery_that_another_takes_over_leaves_it_alone(gate: Gate, mover: F
     assert not gate.ledger.state().quarantine
 
 
-def test_an_unreachable_ledger_poisons_nothing(gate: Gate, mover: FileMover) -> None:
+@pytest.mark.parametrize("reached", ["quiesced", "verified"])
+@pytest.mark.parametrize(
+    "error", [LedgerUnreachable("no route to the ledger"), RecoverLater("the loop starts anew")]
+)
+def test_what_cannot_act_now_poisons_nothing(
+    gate: Gate, mover: FileMover, reached: str, error: ShiftbookError
+) -> None:
     class CutOff(FileMover):
         def restore(self, topology: Topology, grant: Grant) -> None:
-            raise LedgerUnreachable("no route to the ledger")
+            raise error
+
+        finish = restore
 
     running(gate)
-    operation = left_at(gate, "quiesced")
-    with pytest.raises(LedgerUnreachable):
+    operation = left_at(gate, reached)
+    with pytest.raises(type(error)):
         recover(gate.ledger, "j", CutOff(mover.path))
-    assert status(gate, operation) == "quiesced"
-    assert recover(gate.ledger, "j", mover)[0].ended == "rolled_back"
+    assert status(gate, operation) == reached
+    assert recover(gate.ledger, "j", mover)[0].ended == ENDS[reached]
 
 
 @pytest.mark.parametrize("reached", ["granted", "quiesced", "verified"])

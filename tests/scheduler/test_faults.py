@@ -267,6 +267,42 @@ def test_killed_loop(on_ray: Any, undisturbed: dict[int, Any]) -> None:
     assert [a.parent for a in attempts.values()] == [None, f"{job}-a0"]
 
 
+@pytest.mark.parametrize("boundary", ["quiesced", "verified"])
+def test_killed_loop_in_the_middle_of_a_move(
+    on_ray: Any, undisturbed: dict[int, Any], boundary: str
+) -> None:
+    """The controller, which lives on, poisons nothing: the next attempt ends the move."""
+    import ray
+
+    job = f"without-loop-{boundary}"
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", **SIZE)
+    ray.get(running.controller.pause.remote(), timeout=30)
+    in_training(on_ray, job)
+    loop_pid = until(lambda: (running.status() or {}).get("pid"), 30)
+    ray.get(running.controller.kill_at.remote(boundary, loop_pid), timeout=30)
+    first_slot, last_slot = on_ray.devices[:2]
+    after = Topology.of(
+        {
+            "rollout": [first_slot],
+            "tool": [],
+            "inference": [first_slot, last_slot],
+            "trainer": [first_slot, last_slot],
+        }
+    )
+    ray.get(running.controller.resume.remote(), timeout=30)
+
+    def struck() -> bool:
+        return not Path(f"/proc/{loop_pid}").exists()
+
+    operation = propose_until(on_ray, job, after, struck)
+    until(lambda: not on_ray.ledger.state().job(job).operations[operation].open, 90)
+    ended = on_ray.ledger.state().job(job).operations[operation].status
+    assert ended == ("committed" if boundary == "verified" else "rolled_back")
+    finish(on_ray, job, undisturbed)
+    attempts = on_ray.ledger.state().job(job).attempts
+    assert [a.parent for a in attempts.values()] == [None, f"{job}-a0"]
+
+
 def test_ledger_out_of_reach(on_ray: Any, undisturbed: dict[int, Any]) -> None:
     """Training and weight syncs go on for 20 s; their records stand in the ledger afterwards."""
     import subprocess

@@ -1,8 +1,9 @@
 """Goal: moves go across nodes, and losing a node's raylet loses nothing.
 
-Method: two real raylets run on this machine, with a slot each. Lawful moves are drawn at random
-over both; in the second run the raylet of one node is killed after the first iteration and the
-node comes back. Samples, rewards and policy must equal those of a run on one node.
+Method: two real raylets of ``ray.cluster_utils`` run on this machine, with a slot each. Lawful
+moves are drawn at random over both; in the second run the raylet of one node is killed after the
+first iteration and the node comes back. Samples, rewards and policy must equal those of a run on
+one node.
 """
 
 from __future__ import annotations
