@@ -64,7 +64,8 @@ class ServedEngine:
     def __init__(self, engine: Engine, config: ModelConfig) -> None:
         self.engine = engine
         self._prompts = probe_prompts(config)
-        self._good: tuple[Mapping[str, Tensor], int, Probe | None] | None = None
+        self._good: tuple[Mapping[str, Tensor], int, Probe | None, dict[str, str]] | None = None
+        """Weights, version, probe and fingerprints of what was verified last."""
         self._after: After | None = None
         """Set by a load, until the first generation after it."""
         self._first: dict[str, Any] | None = None
@@ -101,7 +102,8 @@ class ServedEngine:
         except REFUSALS as error:
             taken.failure = taken.failure or f"{type(error).__name__}: {first_line(error)}"
         if taken.failure is None:
-            self._good, self._after = (dict(weights), version, probe), after
+            self._good = (dict(weights), version, probe, taken.fingerprints)
+            self._after = after
         elif bound is not None:
             taken.rolled_back_to = None if self._good is None else self._good[1]
         else:
@@ -143,14 +145,15 @@ class ServedEngine:
         return "resident", fingerprint_tensors(resident)
 
     def _roll_back(self) -> int | None:
-        """Load the last good version again; None, and nothing is served, where that fails too."""
+        """Load the last good version again and verify it as it was then; None, and nothing is
+        served, where that fails too."""
         good, self._good = self._good, None
         if good is None:
             return None
-        weights, version, probe = good
+        weights, version, probe, prints = good
         again = Taken(version, {})
         try:
-            self._load(weights, again, probe, None)
+            self._load(weights, again, probe, prints)
         except REFUSALS as error:
             again.failure = first_line(error)
         if again.failure is not None:
@@ -187,7 +190,7 @@ class ServedEngine:
 
     def _look(self, after: After) -> None:
         assert self._good is not None
-        weights, version, probe = self._good
+        weights, version, probe, _ = self._good
         of, prints = self._read(weights)
         first: dict[str, Any] = {"after": after, "use": "generation", "version": version}
         # What was handed over says nothing about what is read now; behaviour does.

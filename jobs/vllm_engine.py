@@ -39,8 +39,10 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
+    # A few small functions of vLLM would be compiled in every process, with a C++ compiler.
+    "TORCH_COMPILE_DISABLE": "1",
 }
-"""What vLLM reads when it is imported; variables that are set already stay."""
+"""What vLLM and torch's compiler read as they are imported; variables that are set stay."""
 BLOCK = 32
 """Tokens of a block of the prefix cache."""
 KV_BYTES = 64 << 20

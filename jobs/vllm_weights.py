@@ -62,7 +62,7 @@ def close_reload(worker: Any) -> None:
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
     runner = worker.model_runner
-    finalize_layerwise_reload(runner.model, runner.model_config)
+    finalize_layerwise_reload(runner.model, runner.model_config)  # type: ignore[no-untyped-call]
 
 
 def _by_identity(module: Any, method: Any, width: int) -> Tensor:

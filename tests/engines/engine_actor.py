@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from shiftbook.jobs.vllm_engine import Caches, VllmEngine
 from tests.engines.faulty import torn
 
 LANES = 4
+STEPS = ("drain", "load", "resident", "flush", "probe", "submit")
+"""What serving asks of an engine as it takes a version."""
 
 
 class EngineActor:
@@ -47,6 +49,28 @@ class EngineActor:
     ) -> Taken:
         """Take a version."""
         return self._served().take(weights, version, probe, source)
+
+    def take_traced(
+        self, weights: Mapping[str, Tensor], version: int, probe: Probe, source: Mapping[str, str]
+    ) -> tuple[Taken, list[str]]:
+        """Take a version; what was asked of the engine meanwhile, in order."""
+        engine: Any = self._engine
+        order: list[str] = []
+
+        def traced(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any) -> Any:
+                order.append(name)
+                return method(*arguments)
+
+            return call
+
+        for name in STEPS:
+            setattr(engine, name, traced(name, getattr(engine, name)))
+        try:
+            return self._served().take(weights, version, probe, source), order
+        finally:
+            for name in STEPS:
+                delattr(engine, name)
 
     def submit(self, requests: list[TurnRequest]) -> None:
         """Queue turns."""
@@ -95,6 +119,13 @@ class EngineActor:
     def keep_cache(self) -> None:
         """From now on the prefix cache is not flushed, and the engine says that it was."""
         self._engine.flush = lambda: ("prefix",)  # type: ignore[method-assign]
+
+    def salt_once(self) -> None:
+        """From now on all versions have one salt; the engine says that each has its own."""
+        self._engine._prompt = lambda tokens: {  # type: ignore[method-assign]
+            "prompt_token_ids": tokens,
+            "cache_salt": "one",
+        }
 
     def tear_next_load(self, after: int) -> None:
         """The next load breaks when so many tensors were written."""

@@ -26,6 +26,7 @@ from shiftbook.scheduler.workers.host import HostSpec
 FACTORY = "tests.engines.faulty:FaultyRollout"
 FILE = "fault.txt"
 FAULTS = (
+    "unreadable",  # no fault: weights that cannot be read back, as in other builds of vLLM
     "cache-kept",
     "cache-kept-and-served",
     "reloads-from-disk",
@@ -55,7 +56,9 @@ class FaultyRollout(RolloutWorker):
         engine: Any = self._serving.engine
         self._write = engine._write
         self._broke = False
-        if self._fault.startswith("cache-kept"):
+        if self._fault == "unreadable":
+            engine._read_resident = False
+        elif self._fault.startswith("cache-kept"):
             engine.flush = lambda: ("prefix",)  # says so, and does nothing
         elif self._fault.startswith("reloads-from-disk"):
             engine._read_resident = not self._fault.endswith("unreadable")

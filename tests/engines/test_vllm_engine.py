@@ -17,7 +17,13 @@ import torch
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
-from shiftbook.checkpoint.recorder import Generated, Recorder
+from shiftbook.checkpoint.recorder import (
+    Consumed,
+    Generated,
+    Recorder,
+    data_digests,
+    dataset_digest,
+)
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.engine_types import TurnRequest, TurnResult
 from shiftbook.jobs.keyed_rng import format_uid
@@ -25,14 +31,17 @@ from shiftbook.jobs.model import ModelConfig, forward_train, upcast
 from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.probe import Probe, expected_logps
 from shiftbook.jobs.task import new_episode
+from shiftbook.ledger.events.training import Transform
 from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
 from shiftbook.verify.verdict import Verdict, verify
-from tests.engines.conftest import Call
+from tests.engines.conftest import TOLERANCE, Call
 from tests.engines.marks import VLLM
 
 pytestmark = VLLM
 
 CONFIG = ModelConfig()
+EIGHT = 8
+"""Prompts of a batch."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -97,9 +106,36 @@ def engine(engine_process: Call) -> Call:
 
 
 def test_nothing_is_served_before_the_first_verified_version(engine: Call) -> None:
+    none = "expected a verified policy version, found none"
     engine("submit", requests(1))
-    with pytest.raises(Exception, match="expected a verified policy version, found none"):
+    with pytest.raises(Exception, match=none):
         engine("steps", 1)
+    weights, prints = policy(0), fingerprint_tensors(policy(0))
+    # A first version that fails leaves nothing to go back to.
+    for refused, said in (
+        (engine("take", weights, 0, probe(0), fingerprint_tensors(policy(1))), "differing: "),
+        (engine("take", weights, 0, probe(1), prints), "probe: log-probabilities differ"),
+    ):
+        assert refused.failure.startswith(said)
+        assert refused.rolled_back_to is None
+        with pytest.raises(Exception, match=none):
+            engine("steps", 1)
+    assert engine("take", weights, 0, probe(0), prints).failure is None
+    assert {version for r in engine("finish") for version in r.versions} == {0}
+
+
+def test_a_version_is_taken_step_by_step_around_turns_that_run(engine: Call) -> None:
+    take(engine, 0)
+    engine("submit", requests(6))
+    early = engine("steps", 3)
+    weights = policy(1)
+    taken, order = engine("take_traced", weights, 1, probe(1), fingerprint_tensors(weights))
+    assert taken.failure is None
+    # Pause, load, fingerprint, flush, probe; then every turn that was kept goes on.
+    assert order[:5] == ["drain", "load", "resident", "flush", "probe"]
+    assert order[5:] == ["submit"] * (6 - len(early))
+    assert engine("figures")["version"] == 1
+    assert len(engine("finish")) == 6 - len(early) > 0
 
 
 def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call) -> None:
@@ -124,7 +160,11 @@ def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call)
     }
 
 
-def test_tokens_carry_their_version_across_an_update_in_mid_generation(engine: Call) -> None:
+@pytest.mark.parametrize("caches", ["flush", "salt"])
+def test_tokens_carry_their_version_across_an_update_in_mid_generation(
+    engine: Call, caches: str
+) -> None:
+    engine("anew", caches)
     take(engine, 0)
     wanted = requests(8)
     engine("submit", wanted)
@@ -177,6 +217,15 @@ def test_salted_caches_need_no_flush(engine: Call) -> None:
     assert take(engine, 0).caches_flushed == ("prefix (salted)",)
     assert take(engine, 1).failure is None
     assert take(engine, 2).gap.good
+
+
+def test_a_salt_that_does_not_change_is_seen_by_the_probe(engine: Call) -> None:
+    engine("anew", "salt")
+    engine("salt_once")
+    assert take(engine, 0).failure is None
+    taken = take(engine, 1)
+    assert taken.fingerprints == fingerprint_tensors(policy(1))
+    assert "probe: log-probabilities differ" in taken.failure
 
 
 def test_vllm_does_not_flush_while_turns_run_and_that_is_an_error(engine: Call) -> None:
@@ -245,96 +294,143 @@ def test_unloaded_it_holds_no_policy(engine: Call) -> None:
 
 
 def test_the_verifier_judges_a_run_across_an_update(engine: Call, tmp_path: Path) -> None:
-    wanted = requests(8)
-    take_0 = take(engine, 0)
-    engine("submit", wanted)
+    batches = [requests(EIGHT), requests(EIGHT, first=EIGHT)]
+    taken = [take(engine, 0)]
+    engine("submit", batches[0])
+    made = [by_uid(engine("finish"))]
+    engine("submit", batches[1])
     early = engine("steps", 3)
-    take_1 = take(engine, 1)
-    results = by_uid(early + engine("finish"))
-    honest = {uid: result.versions for uid, result in results.items()}
+    taken.append(take(engine, 1))
+    made.append(by_uid(early + engine("finish")))
+    assert any(set(result.versions) == {0, 1} for result in made[1].values())
+    honest = {uid: r.versions for part in made for uid, r in part.items()}
     stamped = {uid: [max(versions)] * len(versions) for uid, versions in honest.items()}
-    clean = judged(tmp_path / "honest.db", wanted, results, honest, [take_0, take_1])
+    clean = judged(tmp_path / "honest.db", batches, made, honest, taken)
     assert clean.findings == ()
-    assert clean.coverage.row("I16").status == "checked"
-    found = judged(tmp_path / "stamped.db", wanted, results, stamped, [take_0, take_1])
+    assert clean.exit_code == 0  # whatever the plan requires was checked
+    for invariant in ("I2", "I6", "I13", "I16", "I21"):
+        assert clean.coverage.row(invariant).status == "checked"
+    found = judged(tmp_path / "stamped.db", batches, made, stamped, taken)
     assert {finding.invariant for finding in found.findings} == {"I16"}
 
 
 def judged(
     file: Path,
-    wanted: list[TurnRequest],
-    results: dict[str, TurnResult],
+    batches: list[list[TurnRequest]],
+    made: list[dict[str, TurnResult]],
     stamps: dict[str, list[int]],
     taken: list[Any],
 ) -> Verdict:
-    """The verdict on a job of one update, in the middle of which its samples were made."""
+    """The verdict on a job of one update; its second batch was begun before it and ended after."""
     weights, used = policy(0), policy(1)
+    prompts = [request.context for batch in batches for request in batch]
+    digests = data_digests(prompts)
     plan = Plan(
         seed=0,
-        iterations=1,
+        iterations=2,
         data=DataPlan(
-            dataset_digest="d", tokenizer_digest="t", dataset_size=8, sampler_rule="hash-sort-v1",
-            seed=0,
+            dataset_digest=dataset_digest(digests), tokenizer_digest="t", dataset_size=2 * EIGHT,
+            sampler_rule="sequential-v1", seed=0,
         ),
         sampling=SamplingPlan(
             engine="vllm", batch_composition="distribution", staleness_bound=1,
             partial_rollouts=True,
         ),
-        update=UpdatePlan(prompts_per_update=8, group_size=1, virtual_ranks=1, learning_rate=1e-3),
-        required_invariants=("I6", "I16"),
-        tolerances={"I16": 2e-5},
+        update=UpdatePlan(
+            prompts_per_update=EIGHT, group_size=1, virtual_ranks=1, learning_rate=1e-3
+        ),
+        required_invariants=("I2", "I6", "I13", "I16", "I21"),
+        tolerances={"I16": TOLERANCE},
     )  # fmt: skip
-    from shiftbook.ledger.events.training import Transform
-
     url = f"sqlite:///{file}"
     now = [weights]
     state: dict[str, Any] = {"step": torch.zeros(1)}
-    with Recorder.open(url, "across", plan, policy=weights) as record:
-        record.started("rollout", "engine", "engine#1")
-        with record.sync(0, weights, ["engine"]) as sync:
+
+    def synced(record: Recorder, version: int) -> None:
+        with record.sync(version, policy(version), ["engine"]) as sync:
             sync.delivered(
-                "engine", "engine#1", root(taken[0].fingerprints), caches_flushed=["prefix"]
+                "engine",
+                "engine#1",
+                root(taken[version].fingerprints),
+                caches_flushed=taken[version].caches_flushed,
             )
+
+    with Recorder.open(url, "across", plan, policy=weights) as record:
+        record.data(digests, tokenizer="t")
+        record.started("rollout", "engine", "engine#1")
+        synced(record, 0)
+        drawn(record, 0, batches[0])
+        samples = generated(record, 0, batches[0], made[0], stamps)
+        record.rewarded(
+            0, {s.uid: 0.0 for s in samples}, {s.uid: s.tokens for s in samples}, by="none"
+        )
+        record.consumed(
+            0,
+            [Consumed(s.uid, s.tokens, trained=s.sampled, logps=s.logps) for s in samples],
+            version=0,
+        )
+        drawn(record, 1, batches[1])  # begun ahead, under version 0
         with record.update(
             0, lambda: {"model": now[0], "masters": now[0], "optimizer": state}
         ) as update:
             now[0], state["step"] = used, torch.ones(1)
-            update.applied(
-                version=1,
-                optimizer_step=1,
-                learning_rate=1e-3,
-                loss=0.0,
-                grad_norm=1.0,
-                tokens=8,
-                divisor=8.0,
+            tokens = sum(len(result.tokens) for result in made[0].values())
+            update.micro_batch(
+                tokens=tokens,
+                samples=EIGHT,
+                divisor=tokens,
+                groups=[uid.partition("/")[0] for uid in made[0]],
             )
-        with record.sync(1, used, ["engine"]) as sync:
-            sync.delivered(
-                "engine", "engine#1", root(taken[1].fingerprints), caches_flushed=["prefix"]
-            )
-        made = []
-        for request in wanted:
-            result = results[request.uid]
-            given = len(request.context)
-            made.append(
-                Generated(
-                    request.uid,
-                    request.context + result.tokens,
-                    [0.0] * given + result.logps,
-                    [-1] * given + stamps[request.uid],
-                    "engine",
-                    "engine#1",
-                    sampled=[False] * given + [True] * len(result.tokens),
-                )
-            )
-            record.replayed(
-                0,
-                "behaviour",
-                result.logps,
-                replayed(request, result, stamps[request.uid]),
-                replica="engine",
-                version=max(stamps[request.uid]),
-            )
-        transform = Transform(temperature=1.0, top_p=1.0, log_probs="raw")
-        record.generated(0, made, version=1, transform=transform)
+            update.applied(version=1, optimizer_step=1, learning_rate=1e-3, loss=0.0, grad_norm=1.0)
+        synced(record, 1)
+        generated(record, 1, batches[1], made[1], stamps)
     return verify(url)
+
+
+def drawn(record: Recorder, iteration: int, batch: list[TurnRequest]) -> None:
+    """Record the prompts of a batch, which is drawn in order."""
+    first = iteration * EIGHT
+    record.drawn(
+        iteration,
+        start=first,
+        epoch=0,
+        indices=range(first, first + EIGHT),
+        prompts=[request.context for request in batch],
+    )
+
+
+def generated(
+    record: Recorder,
+    iteration: int,
+    batch: list[TurnRequest],
+    results: dict[str, TurnResult],
+    stamps: dict[str, list[int]],
+) -> list[Generated]:
+    """Record the turns of a batch, each token stamped, and what a torch forward says of them."""
+    samples = []
+    for request in batch:
+        result, versions = results[request.uid], stamps[request.uid]
+        given = len(request.context)
+        samples.append(
+            Generated(
+                request.uid,
+                request.context + result.tokens,
+                [0.0] * given + result.logps,
+                [-1] * given + versions,
+                "engine",
+                "engine#1",
+                sampled=[False] * given + [True] * len(result.tokens),
+                prompt=request.context,
+            )
+        )
+        record.replayed(
+            iteration,
+            "behaviour",
+            result.logps,
+            replayed(request, result, versions),
+            replica="engine",
+            version=max(versions),
+        )
+    transform = Transform(temperature=1.0, top_p=1.0, log_probs="raw")
+    record.generated(iteration, samples, version=iteration, transform=transform)
+    return samples

@@ -18,6 +18,8 @@ from tests.engines.marks import VLLM
 
 pytestmark = VLLM
 
+SYNC = ["WeightSyncStarted", "WeightSyncDelivered", "LogProbsReplayed", "WeightSyncCommitted"]
+
 
 def named(verdict: Verdict) -> dict[str, str]:
     """What was found, by invariant."""
@@ -44,6 +46,27 @@ def test_an_honest_job_is_clean_and_its_engine_was_probed(on_vllm: OnVllm) -> No
     gaps = [b["mean_gap"] for b in bodies(on_vllm, "LogProbsReplayed")]
     print(f"{len(gaps)} probes, mean gaps up to {max(gaps):.2g}")
     assert len(gaps) == 3
+    # Each sync is one operation, and no sample of a version comes before the end of its sync.
+    events = list(on_vllm.ledger.read())
+    ended: dict[int, int] = {}
+    for started in (e for e in events if e.type == "WeightSyncStarted"):
+        steps = [e for e in events if e.operation == started.operation]
+        assert [step.type for step in steps] == SYNC
+        ended[started.body["version"]] = steps[-1].position
+    assert sorted(ended) == [0, 1, 2]
+    made = [e for e in events if e.type == "SamplesGenerated"]
+    assert len(made) == 2
+    assert all(e.position > ended[e.body["policy_version"]] for e in made)
+
+
+def test_an_honest_job_is_clean_where_weights_cannot_be_read(on_vllm: OnVllm) -> None:
+    on_vllm.finish("handed", "unreadable")
+    verdict = on_vllm.verdict()
+    assert named(verdict) == {}
+    assert verdict.exit_code == 0
+    assert {b["fingerprint_of"] for b in bodies(on_vllm, "WeightSyncDelivered")} == {"handed_over"}
+    # A probe at each sync, and one more at the first generation after it.
+    assert len(bodies(on_vllm, "LogProbsReplayed")) == 5
 
 
 def test_a_cache_that_is_not_flushed_is_refused_and_named(on_vllm: OnVllm) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.jobs.calibrate import _apart, measure
 from shiftbook.jobs.demo import run_demo
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.engine_types import TurnRequest, TurnResult
@@ -27,7 +28,7 @@ from shiftbook.jobs.hf_policy import from_hf, hf_config, save_hf, to_hf
 from shiftbook.jobs.keyed_rng import format_uid
 from shiftbook.jobs.model import ModelConfig, init_params
 from shiftbook.jobs.noise import FLOOR, Calibration, Noise
-from shiftbook.jobs.probe import TOLERANCE, Probe, expected_logps, probe_prompts
+from shiftbook.jobs.probe import SPREAD, TOLERANCE, Probe, expected_logps, probe_prompts
 from shiftbook.jobs.same_policy import likeness
 from shiftbook.jobs.serving import ServedEngine
 from shiftbook.jobs.task import new_episode
@@ -77,8 +78,9 @@ class Broken(TorchEngine):
             self.version = version
             return
         super().load(weights, version)
-        if self.fault == "breaks":
-            self.fault = ""
+        if self.fault.startswith("breaks"):
+            # The weights of the next version stay where nothing writes over them.
+            self.fault = "does nothing" if self.fault == "breaks for good" else ""
             raise RuntimeError("half of it was written\nand a second line")
 
     def flush(self) -> tuple[str, ...]:
@@ -176,6 +178,39 @@ def test_where_the_way_back_fails_too_nothing_is_served() -> None:
     serving.submit(requests(1)[0])
     with pytest.raises(EngineError, match="verified policy version"):
         serving.step()
+
+
+def test_the_way_back_is_fingerprinted_also_where_no_probe_was_asked_for() -> None:
+    engine = Broken(CONFIG, 4)
+    serving = served(engine)
+    take(serving, 0, probe=None)
+    engine.fault = "breaks for good"
+    taken = take(serving, 1, probe=None)
+    assert taken.failure.startswith("RuntimeError: half of it was written")
+    assert taken.rolled_back_to is None
+    assert serving.version == -1
+    engine.fault = ""
+    assert take(serving, 1, probe=None).failure is None
+
+
+def test_a_version_is_taken_in_order_around_turns_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = TorchEngine(CONFIG, 4)
+    serving = served(engine)
+    take(serving, 0)
+    for request in requests(3):
+        serving.submit(request)
+    serving.step()
+    order: list[str] = []
+    for name in ("drain", "load", "resident", "flush", "probe", "submit"):
+        method = getattr(engine, name)
+
+        def call(*arguments: Any, name: str = name, method: Any = method) -> Any:
+            order.append(name)
+            return method(*arguments)
+
+        monkeypatch.setattr(engine, name, call)
+    assert take(serving, 1).failure is None
+    assert order == ["drain", "load", "resident", "flush", "probe", *["submit"] * 3]
 
 
 def test_the_first_generation_reads_what_is_there_then() -> None:
@@ -279,6 +314,19 @@ def test_an_engine_is_known_and_installed_or_the_error_says_how(
             tell=print, seen=lambda name, status: None, engine="vllm",
         )  # fmt: skip
     assert not folder.exists()
+
+
+def test_a_calibration_compares_prompts_and_turns_in_all_compositions() -> None:
+    config = ModelConfig()
+    noise = measure(make_engine("torch", config, 3), "torch", config)
+    print(noise.text())
+    assert noise.between_compositions == 0.0  # the reference engine gives bits
+    assert noise.compared >= 4 * 5 * 8 * (config.vocabulary + 1)
+    assert 0 < noise.mean_gap < FLOOR
+    assert noise.mean_gap < noise.largest_gap < SPREAD * FLOOR
+    turns = [TurnResult("000000/0", 0, [5, 6], [-1.0, -2.0], [0, 0], "end")]
+    other = [TurnResult("000000/0", 0, [5, 7], [-1.5, -9.0], [0, 0], "end")]
+    assert _apart(turns, other) == 0.5  # after another token nothing can be compared
 
 
 def test_a_calibration_is_kept_and_refused_for_another_engine(tmp_path: Path) -> None:
