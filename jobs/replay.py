@@ -55,6 +55,8 @@ from shiftbook.verify.replay.protocol import (
 
 SCHEDULES = ("phases", "streamed")
 """``phases``: all samples, then all gradients. ``streamed``: a group trains once it is complete."""
+RAY_SCHEDULES = ("ray-static", "ray-timeshared", "ray-dynamic")
+"""The job itself, on a Ray cluster of its own (``jobs/replay_on_ray.py``)."""
 WORKERS = {"rollout": (1, 2, 4), "trainer": (1, 2, 4)}
 SMALL = {"groups": 4, "lanes": 4, "virtual_ranks": 4, "learning_rate": 3e-4, "clip_norm": 1.0}
 """What a replay runs where no ledger says otherwise: a few seconds for two steps."""
@@ -81,13 +83,17 @@ def reference_job(config: Mapping[str, Any] | None = None) -> Job:
     base = str(given.get("base_policy", BASE_POLICY))
 
     def run(conditions: Conditions) -> Iterator[Step]:
+        if conditions.schedule in RAY_SCHEDULES:
+            from shiftbook.jobs.replay_on_ray import steps_on_ray
+
+            return steps_on_ray(values, base, conditions)
         return _Replay(values, base, conditions).steps()
 
     return Job(
         run=run,
         seed=int(given.get("seed", 0)),
         steps=int(given.get("iterations", 2)) or 1,
-        schedules=SCHEDULES,
+        schedules=(*SCHEDULES, *RAY_SCHEDULES),
         workers={**WORKERS, "trainer": trainers},
         movable=True,
         restorable=True,

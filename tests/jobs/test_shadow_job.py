@@ -70,9 +70,9 @@ def test_a_changed_weight_is_found_with_its_iteration_and_the_job_is_frozen(
     assert state.safe_mode.startswith("shadow: iteration 2, component rollout: sample ")
     types = [event.type for event in run.ledger.read()][-3:]
     assert types == ["ShadowCompared", "ShadowCompared", "SafeModeEntered"]
-    # The record says of itself that all is well: nothing but the shadow sees it.
-    findings = verify(run.url).findings
-    assert {finding.invariant for finding in findings} == {"shadow"}
+    # The record says of itself that all is well, but that this run records no weight syncs (I6).
+    findings = [f for f in verify(run.url).findings if f.invariant != "I6"]
+    assert [finding.invariant for finding in findings] == ["shadow"]
     assert "iteration 2" in findings[0].found
     run.train(1)  # the training goes on
     with Shadow(run.ledger, JOB) as again:

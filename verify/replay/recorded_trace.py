@@ -15,6 +15,7 @@ from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import JobOpened
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.events.training import SamplesGenerated, SamplesRewarded, UpdateApplied
+from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.errors import NothingRecorded, ReplayError
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.integrity import Integrity, sound_events
@@ -118,6 +119,12 @@ def recorded_trace(
         source=shown(url),
     )
     return recorded, trace
+
+
+def recorded_job(ledger: Ledger, job: str) -> Recorded:
+    """One job of an open ledger, as it was recorded; raises UnknownJob."""
+    jobs = _collect(ledger.read(job=job, types=READ), ledger.url)
+    return _one(jobs, job, ledger.url)
 
 
 def _collect(events: Iterator[StoredEvent], url: str) -> dict[str, Recorded]:
