@@ -187,16 +187,16 @@ class Run:
     def write(self, path: Path) -> str:
         """Write the events through a real ledger; its URL."""
         url = f"sqlite:///{path}"
-        self._point_at_updates()
         with Ledger.open(url, writer="writer-1", actor="tester", now_ns=_Clock()) as ledger:
+            self._point_at_updates(ledger.head().size)
             for job, batch in _batches(self.entries):
                 ledger.append(job, [Draft(_final(e, ledger), e.operation) for e in batch])
         return url
 
-    def _point_at_updates(self) -> None:
+    def _point_at_updates(self, first: int) -> None:
         """Comparisons of shadows name the update before them, wherever it stands by now."""
         updates: dict[int, int] = {}
-        for at, entry in enumerate(self.entries):
+        for at, entry in enumerate(self.entries, first):
             event = entry.event
             if isinstance(event, training.UpdateApplied):
                 updates[event.iteration] = at
