@@ -47,6 +47,13 @@ from shiftbook.ledger.cli_options import emit, emit_document, format_option
     show_default=True,
     help="Engine of rollout. With vllm, schedules are compared within a calibrated tolerance.",
 )
+@click.option(
+    "--shadow",
+    type=click.IntRange(min=1),
+    default=None,
+    metavar="N",
+    help="Run every Nth iteration of the dynamic run again beside it, and compare bit for bit.",
+)
 @format_option()
 def demo(
     out: Path,
@@ -56,6 +63,7 @@ def demo(
     slots: int | None,
     chaos: int | None,
     engine: Any,
+    shadow: int | None,
     format_: Any,
 ) -> int:
     """Train a small policy with RL on this machine while its devices move through the ledger.
@@ -95,6 +103,7 @@ def demo(
         tell=tell,
         seen=seen,
         engine=engine,
+        shadow=shadow,
     )
     failures = outcome.failures()
     if format_ == "json":
@@ -105,6 +114,7 @@ def demo(
                 "faults": outcome.faults,
                 "runs": {name: vars(run) for name, run in outcome.runs.items()},
                 "verdict": outcome.verdict.plain(),
+                "shadows": [window.plain() for window in outcome.shadows],
                 "failures": failures,
             }
         )

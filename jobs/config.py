@@ -13,7 +13,7 @@ from shiftbook.jobs.engines import EngineName
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
-from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, UpdatePlan
+from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, ShadowPlan, UpdatePlan
 from shiftbook.ledger.topology import Device, Topology
 from shiftbook.scheduler.fleet import FleetSpec
 
@@ -94,6 +94,10 @@ class JobConfig(BaseModel):
     calibrated; None where the engine gives bits."""
     proposer: Literal["planner", "operator"] = "planner"
     """Who proposes moves of the dynamic schedule; with ``operator`` only ``shiftbook propose``."""
+    shadow_every: int | None = Field(default=None, ge=1)
+    """Iterations from the begin of one shadow window to the next; None asks for no shadow."""
+    shadow_iterations: int = Field(default=1, ge=1)
+    """Iterations of a window."""
     bundles: str
     base_policy: str
     ledger_url: str
@@ -146,9 +150,26 @@ def plan_of(config: JobConfig) -> Plan:
             loss_terms={"policy": 1.0, "kl": 0.01},
         ),
         moves=MovePlan(mode="act" if config.schedule == "dynamic" else "observe"),
-        required_invariants=(*REQUIRED_INVARIANTS, *(("I16",) if config.engine == "vllm" else ())),
+        shadow=shadow_of(config),
+        required_invariants=(
+            *REQUIRED_INVARIANTS,
+            *(("I16",) if config.engine == "vllm" else ()),
+            *(("shadow",) if config.shadow_every is not None else ()),
+        ),
         tolerances={} if config.tolerance is None else {"I16": config.tolerance},
     )
+
+
+def shadow_of(config: JobConfig) -> ShadowPlan | None:
+    """Which windows `shiftbook shadow` shall run again; None for none."""
+    if config.shadow_every is None:
+        return None
+    if config.shadow_iterations > config.shadow_every:
+        raise InvalidInput(
+            f"expected windows that end before the next begins, found {config.shadow_iterations} "
+            f"iterations every {config.shadow_every}; make them shorter or rarer"
+        )
+    return ShadowPlan(every_iterations=config.shadow_every, iterations=config.shadow_iterations)
 
 
 def sampling_of(config: JobConfig) -> SamplingPlan:

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from shiftbook.jobs.beside import Beside, shadow_text
 from shiftbook.jobs.chaos import Chaos
 from shiftbook.jobs.config import JobConfig, Schedule, start_topology
 from shiftbook.jobs.engines import EngineName, check_engine
@@ -20,6 +21,7 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
 from shiftbook.ledger.report import write_report
 from shiftbook.ledger.state import JobState
+from shiftbook.verify.shadowing import Outcome as ShadowOutcome
 from shiftbook.verify.verdict import Verdict, verify
 
 SCHEDULES: tuple[Schedule, ...] = ("dynamic", "static", "timeshared")
@@ -65,6 +67,8 @@ class Outcome:
     """Of the engine, where it gives no bits; the tolerance of the plan follows from it."""
     likenesses: list[Likeness] = field(default_factory=list)
     """The first schedule beside each other one, where the engine gives no bits."""
+    shadows: list[ShadowOutcome] = field(default_factory=list)
+    """Windows of the dynamic run that a static one ran again."""
 
     def failures(self) -> list[str]:
         """What was promised and does not hold; empty where all is well."""
@@ -75,6 +79,8 @@ class Outcome:
         if self.noise is None and len(prints) > 1:
             found.append("the schedules end with different policies")
         found += [f"other than chance allows: {a.text()}" for a in self.likenesses if not a.alike]
+        if any(window.word != "agreed" for window in self.shadows):
+            found.append(f"the shadow: {shadow_text(self.shadows)}")
         counts = {run.schedule: run.samples for run in self.runs.values()}
         if len(set(counts.values())) > 1:
             found.append(f"samples were lost: {counts}")
@@ -96,13 +102,20 @@ def run_demo(
     tell: Tell,
     seen: Callable[[str, dict[str, Any]], None],
     engine: EngineName = "torch",
+    shadow: int | None = None,
 ) -> Outcome:
     """Run what is not in the folder's ledger yet, verify everything, and write the report.
 
     A folder whose run was cut short is taken up again: each job continues from its last bundle.
-    An engine that gives no bits is calibrated first, in a process of its own.
+    An engine that gives no bits is calibrated first, in a process of its own. With ``shadow`` every
+    so many iterations of the dynamic run one is run again beside it.
     """
     check_engine(engine)
+    if shadow is not None and (engine != "torch" or "dynamic" not in schedules):
+        raise InvalidInput(
+            "expected --shadow with the dynamic schedule and the engine torch, whose replay gives "
+            "the same bits; leave --shadow away"
+        )
     cores = len(os.sched_getaffinity(0))
     if cores < 2 or slots < 2:
         raise InvalidInput(
@@ -122,6 +135,7 @@ def run_demo(
     place = Place(out)
     faults: list[str] = []
     how: dict[str, str] = {}
+    shadows: list[ShadowOutcome] = []
     calibration = Calibration(out, engine, JobConfig.model_fields["lanes"].default)
     with Cluster(place, slots) as cluster:
         tell(f"Ray head up, slots {' '.join(cluster.devices)}; starting the workers")
@@ -131,6 +145,8 @@ def run_demo(
             tell(noise.text())
         for schedule in schedules:
             config = _config(place, schedule, iterations, seed, engine, noise)
+            if schedule == "dynamic":
+                config = config.model_copy(update={"shadow_every": shadow})
             if schedule == "static":
                 chosen = _best_split(place, config, cluster.devices)
                 config = config.model_copy(update={"rollout_slots": chosen})
@@ -144,11 +160,18 @@ def run_demo(
             job = RunningJob(config, cluster.devices)
             limit_s = START_LIMIT_S + ITERATION_LIMIT_S * iterations
             trouble = Chaos(job, chaos, cluster.devices) if chaos is not None else None
+            beside = Beside(place.ledger_url, config.job)
             try:
                 if trouble is not None and schedule == "dynamic":
                     trouble.start()
+                if config.shadow_every is not None:
+                    beside.start()
                 job.wait(limit_s, lambda status, name=schedule: seen(name, status))  # type: ignore[misc]
+                if config.shadow_every is not None:
+                    tell("waiting for the shadow")
+                    shadows = beside.finish()
             finally:
+                beside.stop()
                 if trouble is not None:
                     faults += trouble.stop()
                 job.end()
@@ -159,7 +182,7 @@ def run_demo(
         moves = read_moves(ledger)
         write_report(ledger, out / "report.html", verdict=verdict.plain())
         alike = [] if noise is None else _likenesses(ledger, list(runs.values()))
-    return Outcome(runs, verdict, moves, tuple(schedules), faults, noise, alike)
+    return Outcome(runs, verdict, moves, tuple(schedules), faults, noise, alike, shadows)
 
 
 def _config(
@@ -341,6 +364,8 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
         add("engine", outcome.noise.text())
     for compared in outcome.likenesses:
         add("compared in distribution", compared.text())
+    if outcome.shadows:
+        add("shadow of the dynamic run", shadow_text(outcome.shadows))
     if outcome.faults:
         add("faults injected", "; ".join(outcome.faults))
     add("verdict", _verdict_line(outcome.verdict))

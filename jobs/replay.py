@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shiftbook.checkpoint.bundle import restore_bundle
+from shiftbook.checkpoint.manifest import load_manifest
 from shiftbook.checkpoint.sampler import HASH_SORT, Sampler
 from shiftbook.checkpoint.virtual_ranks import (
     GradientAccumulator,
@@ -45,6 +47,7 @@ from shiftbook.verify.replay.protocol import (
     Observation,
     Sample,
     Samples,
+    Start,
     Step,
     Tensors,
     component,
@@ -52,6 +55,8 @@ from shiftbook.verify.replay.protocol import (
 
 SCHEDULES = ("phases", "streamed")
 """``phases``: all samples, then all gradients. ``streamed``: a group trains once it is complete."""
+RAY_SCHEDULES = ("ray-static", "ray-timeshared", "ray-dynamic")
+"""The job itself, on a Ray cluster of its own (``jobs/replay_on_ray.py``)."""
 WORKERS = {"rollout": (1, 2, 4), "trainer": (1, 2, 4)}
 SMALL = {"groups": 4, "lanes": 4, "virtual_ranks": 4, "learning_rate": 3e-4, "clip_norm": 1.0}
 """What a replay runs where no ledger says otherwise: a few seconds for two steps."""
@@ -78,19 +83,38 @@ def reference_job(config: Mapping[str, Any] | None = None) -> Job:
     base = str(given.get("base_policy", BASE_POLICY))
 
     def run(conditions: Conditions) -> Iterator[Step]:
+        if conditions.schedule in RAY_SCHEDULES:
+            from shiftbook.jobs.replay_on_ray import steps_on_ray
+
+            return steps_on_ray(values, base, conditions)
         return _Replay(values, base, conditions).steps()
 
     return Job(
         run=run,
         seed=int(given.get("seed", 0)),
         steps=int(given.get("iterations", 2)) or 1,
-        schedules=SCHEDULES,
+        schedules=(*SCHEDULES, *RAY_SCHEDULES),
         workers={**WORKERS, "trainer": trainers},
         movable=True,
+        restorable=True,
         equality="bits",
         environment=ENVIRONMENT if config is None else {"OMP_NUM_THREADS": "1"},
         config=values,
     )
+
+
+def _begun(policy: Mapping[str, Tensor], start: Start | None) -> dict[str, Any]:
+    """The trainer's state at the beginning, or as a bundle has it."""
+    if start is None:
+        return {"policy": policy}
+    parts = restore_bundle(start.path, ["model", "masters", "optimizer"])
+    manifest = load_manifest(start.path)
+    return {
+        "policy": parts["model"],
+        "masters": parts["masters"],
+        "moments": parts["optimizer"],
+        "updates": int(manifest.scheduler["step"]),
+    }
 
 
 class _Replay:
@@ -106,15 +130,20 @@ class _Replay:
         policy = load_policy(path if path.is_file() else BASE_POLICY, self._model)
         self._reference = {name: tensor.float() for name, tensor in policy.items()}
         self._plan = VirtualRankPlan(int(values["virtual_ranks"]), self._groups)
+        start, begun = conditions.start, _begun(policy, conditions.start)
+        self._first = 0 if start is None else start.iteration
+        self._version = 0 if start is None else start.policy_version
         self._trainer = make_trainer(
-            policy,
+            begun.pop("policy"),
             self._model,
             GrpoLoss(GrpoConfig(), conditions.seed),
             virtual_ranks=self._plan.virtual_ranks,
             groups=self._groups,
             clip_norm=float(values["clip_norm"]),
+            **begun,
         )
         self._sampler = Sampler(DATASET_SIZE, conditions.seed, rule=HASH_SORT)
+        self._sampler.seek(*divmod(0 if start is None else start.cursor, DATASET_SIZE))
         self._moves = None if conditions.moves is None else random.Random(conditions.moves)
         self._engines = [self._engine() for _ in range(conditions.workers["rollout"])]
         self._world = conditions.workers["trainer"]
@@ -124,13 +153,13 @@ class _Replay:
     def steps(self) -> Iterator[Step]:
         """Run all iterations."""
         with Toolbox(self._conditions.seed) as toolbox:
-            for number in range(self._conditions.steps):
+            for number in range(self._first, self._first + self._conditions.steps):
                 yield Step(number, self._step(number, toolbox))
 
     def _step(self, number: int, toolbox: Toolbox) -> list[Observation]:
         policy = self._trainer.parts()["model"]
         for engine in self._engines:
-            engine.load(policy, number)
+            engine.load(policy, self._version + number - self._first)
         iteration = Iteration(
             number, self._conditions.seed, self._sampler.draw(self._groups), GROUP_SIZE
         )

@@ -29,7 +29,7 @@ EXIT_INTERRUPTED = 130
 ORDER = [
     *("demo", "jobs", "log", "show", "state", "follow"),
     *("verify", "sign", "prove", "check", "export", "import", "checkpoint"),
-    *("analyze", "sql", "report", "replay", "simulate"),
+    *("analyze", "sql", "report", "replay", "shadow", "simulate"),
     *("propose", "freeze", "thaw", "recover", "serve", "key", "doctor"),
 ]
 """Order in the help, by what a command is for; commands of other packages come after these."""

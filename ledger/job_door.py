@@ -7,7 +7,12 @@ from shiftbook.ledger.envelope import SYSTEM_JOB, Draft
 from shiftbook.ledger.errors import IdempotencyConflict, IllegalStep, InvalidInput, UnknownJob
 from shiftbook.ledger.events.job import AttemptStarted, JobClosed, JobOpened, PlanAmended
 from shiftbook.ledger.events.lease import LeaseExpired, LeaseGranted, LeaseReleased
-from shiftbook.ledger.events.safety import QuarantineLifted, SafeModeEntered, SafeModeLeft
+from shiftbook.ledger.events.safety import (
+    QuarantineLifted,
+    SafeModeEntered,
+    SafeModeLeft,
+    ShadowCompared,
+)
 from shiftbook.ledger.events.sync import WeightSyncFailed
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.lawful import lawful
@@ -157,6 +162,26 @@ class JobDoor(Door):
 
         return self.ledger.decide(decide)
 
+    def shadowed(self, job: str, compared: ShadowCompared, *, by: str) -> Receipt | None:
+        """Record what a shadow showed; where it disagreed the job enters safe mode with it.
+
+        Both stand or neither. A job that has ended, or is in safe mode already, is only told of.
+        None where that window of the record was compared already.
+        """
+
+        def decide(state: LedgerState) -> Decision | None:
+            current = state.job(job)
+            if current.shadows.get(compared.iteration) == compared.last_update:
+                return None
+            drafts = [Draft(compared, cause=compared.last_update)]
+            if not compared.agreed and current.status == "open" and current.safe_mode is None:
+                reason = f"shadow: {difference_text(compared)}"
+                drafts += abandon_unquiesced(current, f"safe mode: {reason}")
+                drafts.append(enter_safe_mode(current, by, reason))
+            return lawful(state, job, drafts)
+
+        return self.ledger.decide(decide)
+
     def thaw(self, job: str, *, by: str, reason: str) -> Receipt | None:
         """Leave safe mode; ``by`` is ``operator``, ``operator:NAME`` or a rule the plan declares.
 
@@ -236,6 +261,15 @@ def fail_open_sync(job: JobState, reason: str) -> list[Draft]:
 def enter_safe_mode(job: JobState, by: str, reason: str) -> Draft:
     """Event that freezes the topology in force."""
     return Draft(SafeModeEntered(reason=reason, by=by, topology=job.topology))
+
+
+def difference_text(compared: ShadowCompared) -> str:
+    """The first difference between a live run and its shadow, in a line."""
+    found = compared.difference
+    if found is None:
+        return f"iterations from {compared.iteration} came out otherwise"
+    where = f"iteration {found.iteration}, component {found.component}"
+    return f"{where}: {found.kind} {found.name}: {found.what}"
 
 
 def _needs_reason(reason: str) -> None:

@@ -347,6 +347,19 @@ def _lifted(
     return None
 
 
+def _shadowed(
+    state: LedgerState, job: JobState, operation: str | None, event: Event
+) -> Violation | None:
+    assert isinstance(event, safety.ShadowCompared)
+    saved = job.bundles.get(event.bundle)
+    if saved is None or saved.iteration != event.iteration:
+        found = "one that nobody saved" if saved is None else f"one of {saved.iteration}"
+        return Violation("bundle", f"a bundle saved at iteration {event.iteration}", found)
+    if job.shadows.get(event.iteration) == event.last_update:
+        return Violation("repeated", "a window compared once", f"{event.iteration} again")
+    return None
+
+
 def _of_attempt(
     state: LedgerState, job: JobState, operation: str | None, event: Event
 ) -> Violation | None:
@@ -382,6 +395,7 @@ _RULES: dict[str, Rule] = {
     "SafeModeEntered": _safe_entered,
     "SafeModeLeft": _safe_left,
     "QuarantineLifted": _lifted,
+    "ShadowCompared": _shadowed,
     **{
         model.__name__: _of_attempt
         for model in (

@@ -44,6 +44,7 @@ TABLES = (
     "checkpoints",
     "samples",
     "findings",
+    "shadows",
 )
 """Tables that are a contract; each is made by the ``.sql`` file of its name."""
 
@@ -51,7 +52,7 @@ FRESH = ("fresh", "fresh_windows")
 """What is made of the events of a batch before any table takes them in, by the ``.sql`` file of
 its name."""
 
-LAYOUT = 4
+LAYOUT = 5
 """Version of the tables; a mirror of another layout is built again from the first event."""
 
 BATCH_EVENTS = 61_440

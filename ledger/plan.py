@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -168,6 +169,37 @@ class MovePlan(_Part):
         return self.reboot_limit_s if strategy == "reboot" else self.step_limit_s
 
 
+class ShadowPlan(_Part):
+    """Windows of iterations that a static schedule runs again, each from the live run's bundle."""
+
+    every_iterations: int = Field(ge=1, description="from the begin of a window to the next's")
+    iterations: int = Field(default=1, ge=1, description="of each window")
+    alpha: float = Field(
+        default=0.01,
+        gt=0,
+        lt=1,
+        description="bound on false alarms of the test, where bits are not promised",
+    )
+
+    @model_validator(mode="after")
+    def _windows_do_not_overlap(self) -> ShadowPlan:
+        if self.iterations > self.every_iterations:
+            raise ValueError(
+                f"a window must end before the next begins, found {self.iterations} iterations "
+                f"every {self.every_iterations}"
+            )
+        return self
+
+    def begins_at(self, iteration: int) -> bool:
+        """True where a window begins with this iteration."""
+        return iteration % self.every_iterations == 0
+
+    def windows(self, iterations: int) -> Iterator[range]:
+        """The windows of a job of so many iterations; the last one may be shorter."""
+        for first in range(0, iterations, self.every_iterations):
+            yield range(first, min(first + self.iterations, iterations))
+
+
 class TrainingView(_Part):
     """What the training sees of where it runs: the boundary of correctness of a move."""
 
@@ -198,6 +230,9 @@ class Plan(_Part):
     sampling: SamplingPlan
     update: UpdatePlan
     moves: MovePlan = MovePlan()
+    shadow: ShadowPlan | None = Field(
+        default=None, description="None where no shadow runs beside the job"
+    )
     required_invariants: tuple[str, ...] = ()
     tolerances: dict[str, float] = Field(default_factory=dict)
     drop_rules: tuple[str, ...] = ()

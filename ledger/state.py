@@ -181,6 +181,8 @@ class JobState:
     missed_predictions: int = 0
     """Committed moves in a row whose adjusted gain lay outside its predicted interval."""
     pending_amendments: set[str] = field(default_factory=set)
+    shadows: dict[int, int] = field(default_factory=dict)
+    """First iteration of a window that a shadow ran again to the update up to which it did."""
 
     def current_attempt(self) -> AttemptState | None:
         """The attempt that runs or ran last."""
@@ -593,6 +595,12 @@ def _safe_mode(state: LedgerState, job: JobState, stored: StoredEvent, event: Ev
     assert isinstance(event, safety.SafeModeEntered)
     job.safe_mode = event.reason
     job.frozen = event.topology
+
+
+@_on(safety.ShadowCompared)
+def _shadowed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, safety.ShadowCompared)
+    job.shadows[event.iteration] = event.last_update
 
 
 @_on(safety.QuarantineLifted)

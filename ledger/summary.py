@@ -84,6 +84,17 @@ def _window(body: Body) -> str:
     return f"{body['window_s']:.2f} s, queues {queues}"
 
 
+def _shadowed(body: Body) -> str:
+    window = f"iterations {body['iteration']} to {body['iteration'] + body['iterations'] - 1}"
+    if body["agreed"]:
+        return f"{window} agreed ({body['method']}, {body['observations']} observations)"
+    found = body["difference"]
+    return (
+        f"{window} disagreed: iteration {found['iteration']}, {found['component']}: "
+        f"{found['kind']} {found['name']}: {found['what']}"
+    )
+
+
 _LINES: dict[str, Callable[[Body], str]] = {
     "JobOpened": lambda b: (
         f"{topology_line(b['topology'])}, mode {b['plan']['moves']['mode']}, "
@@ -152,5 +163,6 @@ _LINES: dict[str, Callable[[Body], str]] = {
         f"{b['severity']}: {b['invariant']} at {b['at']}: "
         f"expected {b['expected']}, found {b['found']}"
     ),
+    "ShadowCompared": _shadowed,
     "VerificationPassed": lambda b: f"positions {b['first']} to {b['last']}",
 }

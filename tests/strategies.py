@@ -37,6 +37,8 @@ PLAIN = st.recursive(
 FIELDS: Mapping[tuple[str, str], st.SearchStrategy[Any]] = {
     ("UpdatePlan", "virtual_ranks"): st.sampled_from([1, 2, 4, 2**62]),
     ("DataPlan", "mixture"): st.none(),
+    ("ShadowPlan", "every_iterations"): st.integers(8, LARGEST_INT),
+    ("ShadowPlan", "iterations"): st.integers(1, 8),
 }
 """Fields whose validator says more than their type."""
 

@@ -7,8 +7,10 @@ ShiftbookError
     └── ReplayError         a job could not be run again, or not as asked
         ├── TargetNotFound      no module, attribute or ledger there, or no job
         ├── ReplayFailed        the job itself stopped with an error
+        ├── NotRestorable       the job cannot begin at a bundle, or that bundle is not there
         ├── GoldenInvalid       a golden file is missing, edited, torn, newer or of another job
-        └── NothingRecorded     the ledger holds no training record to compare with
+        ├── NothingRecorded     the ledger holds no training record to compare with
+        └── NotComparable       a shadow and the live run cannot be held against each other
 """
 
 from __future__ import annotations
@@ -40,9 +42,17 @@ class ReplayFailed(ReplayError):
     """The job itself stopped with an error."""
 
 
+class NotRestorable(ReplayError):
+    """The job cannot begin at a bundle, or the bundle is not there any more, or is another."""
+
+
 class GoldenInvalid(ReplayError):
     """A golden file is missing, edited, torn, of a newer form, or of another job."""
 
 
 class NothingRecorded(ReplayError):
     """The ledger holds no training record to compare with."""
+
+
+class NotComparable(ReplayError):
+    """What a live run recorded of a window, and what its shadow shows, cannot be compared."""

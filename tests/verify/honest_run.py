@@ -25,6 +25,7 @@ from shiftbook.ledger.events import (
     observation,
     probes,
     reallocation,
+    safety,
     state,
     sync,
     training,
@@ -32,7 +33,7 @@ from shiftbook.ledger.events import (
 from shiftbook.ledger.events.base import Event, Segment
 from shiftbook.ledger.evidence import write_segment
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, UpdatePlan
+from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, ShadowPlan, UpdatePlan
 from shiftbook.ledger.topology import Device, Topology
 from shiftbook.verify.invariants import INVARIANTS
 
@@ -123,6 +124,7 @@ def make_plan(**changes: Any) -> Plan:
             },
         ),
         moves=MovePlan(),
+        shadow=ShadowPlan(every_iterations=2),
         required_invariants=(*(i.id for i in INVARIANTS), "integrity", "evidence"),
         drop_rules=(DROP_RULE,),
     )
@@ -186,9 +188,21 @@ class Run:
         """Write the events through a real ledger; its URL."""
         url = f"sqlite:///{path}"
         with Ledger.open(url, writer="writer-1", actor="tester", now_ns=_Clock()) as ledger:
+            self._point_at_updates(ledger.head().size)
             for job, batch in _batches(self.entries):
                 ledger.append(job, [Draft(_final(e, ledger), e.operation) for e in batch])
         return url
+
+    def _point_at_updates(self, first: int) -> None:
+        """Comparisons of shadows name the update before them, wherever it stands by now."""
+        updates: dict[int, int] = {}
+        for at, entry in enumerate(self.entries, first):
+            event = entry.event
+            if isinstance(event, training.UpdateApplied):
+                updates[event.iteration] = at
+            elif isinstance(event, safety.ShadowCompared) and entry.filled:
+                last = event.iteration + event.iterations - 1
+                entry.change(last_update=updates.get(last, event.last_update))
 
 
 class _Clock:
@@ -451,6 +465,24 @@ class Maker:
                 parts=parts(self.version),
                 cursor=self.cursor,
                 restore_s=0.1,
+            )
+        )
+
+    def shadow(self, iteration: int) -> None:
+        """A shadow ran the iteration that was recorded last again, and agreed."""
+        self.run.add(
+            safety.ShadowCompared(
+                bundle=h256("bundle", iteration),
+                iteration=iteration,
+                iterations=1,
+                last_update=self.run.at("UpdateApplied", -1),
+                method="bits",
+                agreed=True,
+                observations=24,
+                target="tests.verify:none",
+                conditions="seed=5 steps=1 schedule=phases workers=as-written moves=none from=2",
+                stack="python=3.11",
+                wall_s=1.0,
             )
         )
 
@@ -820,6 +852,7 @@ def honest_run(plan: Plan | None = None) -> Run:
     maker.incarnations.clear()
     maker.start("a2", 2, PLACES)
     maker.iteration(2)
+    maker.shadow(2)
 
     def trainer_lost() -> None:
         maker.consume(3)

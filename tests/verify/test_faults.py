@@ -18,6 +18,7 @@ from shiftbook.checkpoint.sampler import HASH_SORT, expected_draws
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.events.lease import LeaseGranted
 from shiftbook.ledger.events.reallocation import ReallocationPoisoned
+from shiftbook.ledger.events.safety import ShadowDifference
 from shiftbook.ledger.topology import Topology
 from shiftbook.verify.verdict import Verdict
 from tests.verify.honest_run import (
@@ -878,6 +879,28 @@ def _another_step_than_declared(run: Run) -> int:
     residual = run.get("UpdateApplied", 0).event.recomputed["step"]
     wrong = {"step": residual.model_copy(update={"largest": 0.5})}
     return change(run, "UpdateApplied", 0, recomputed=wrong)
+
+
+@case("shadow", "a static schedule runs them again", "iteration 2, component trainer: number loss")
+def _shadow_disagreed(run: Run) -> int:
+    found = ShadowDifference(
+        iteration=2, component="trainer", kind="number", name="loss", what="value",
+        live="0.25", shadow="0.5",
+    )  # fmt: skip
+    return change(run, "ShadowCompared", agreed=False, difference=found)
+
+
+@case("legality", "a bundle saved at iteration 2", "ShadowCompared while one that nobody saved")
+def _shadow_of_another_bundle(run: Run) -> int:
+    return change(run, "ShadowCompared", bundle="f" * 64)
+
+
+@case("legality", "a window compared once", "ShadowCompared while 2 again")
+def _shadow_told_twice(run: Run) -> int:
+    at = run.at("ShadowCompared")
+    run.entries.insert(at + 1, Entry(run.get("ShadowCompared").event))
+    shift(run)
+    return at + 1
 
 
 def shift(run: Run) -> None:

@@ -57,10 +57,37 @@ def test_shifts_are_found_in_time(shift: float, power: float, within: int) -> No
     assert rate >= power
 
 
-def window(random_: random.Random, reward: float, loss: float = 0.0) -> Window:
+def windows_until_alarm(law: float, runs: int, windows: int) -> list[int]:
+    """Windows after which a job's test, as a shadow uses it, raised the alarm; live rewards are 1
+    with probability ``law``, those of the shadow with 0.5."""
+    random_ = random.Random(SEED)
+    found = []
+    for _ in range(runs):
+        test = ShadowTest(ALPHA)
+        for number in range(windows):
+            if test.add(window(random_, law, samples=64), window(random_, 0.5, samples=64)):
+                found.append(number + 1)
+                break
+    return found
+
+
+def test_whole_windows_raise_false_alarms_and_find_drifts_as_stated() -> None:
+    """All measures and the samples' rewards together, a look after each of 20 windows."""
+    false = len(windows_until_alarm(0.5, 400, 20)) / 400
+    print(f"seed {SEED}: whole windows: {false:.4f} of 400 runs, bound {ALPHA}")
+    assert false <= ALPHA + 3 * math.sqrt(ALPHA * (1 - ALPHA) / 400)
+    for law, within, power in ((0.65, 20, 0.9), (0.8, 3, 0.9)):
+        found = windows_until_alarm(law, 100, 20)
+        share = sum(number <= within for number in found) / 100
+        median = sorted(found)[len(found) // 2]
+        print(f"seed {SEED}: rewards {law} for 0.5: {share:.2f} in {within}, median {median}")
+        assert share >= power
+
+
+def window(random_: random.Random, reward: float, loss: float = 0.0, samples: int = 128) -> Window:
     return Window(
         {name: [loss + random_.gauss(0.0, 1.0) for _ in range(3)] for name in MEASURES},
-        {f"{n:06d}/0": float(random_.random() < reward) for n in range(128)},
+        {f"{n:06d}/0": float(random_.random() < reward) for n in range(samples)},
     )
 
 

@@ -26,6 +26,7 @@ from shiftbook.verify.invariants.record import RecordMatchesRows
 from shiftbook.verify.invariants.replay import Replay
 from shiftbook.verify.invariants.restore import FirstUse, ReferenceConstant, RestoreEquality
 from shiftbook.verify.invariants.selection import SelectionAudit
+from shiftbook.verify.invariants.shadow import ShadowAgrees
 from shiftbook.verify.invariants.sync import SyncEquality
 from shiftbook.verify.invariants.update import (
     Effect,
@@ -76,6 +77,7 @@ INVARIANTS: tuple[type[Invariant], ...] = (
     Recomputed,
     RecordMatchesRows,
     Replay,
+    ShadowAgrees,
 )
 """Every invariant that is judged, in the order of the coverage table."""
 

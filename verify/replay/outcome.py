@@ -277,7 +277,7 @@ def _against_ledger(
     with Runner(target, limit_s=limit_s) as runner:
         runner.with_config(target, recorded.opened.config)
         found = runner.run(replace(asked, seed=run.seed, steps=steps))
-    shared, left_out = _shown_by(found, _first_steps(expected, steps))
+    shared, left_out = shown_by(found, _first_steps(expected, steps))
     note = f"not compared, since the job does not show it: {', '.join(left_out)}"
     return _outcome(
         shared,
@@ -288,7 +288,7 @@ def _against_ledger(
     )
 
 
-def _shown_by(found: Trace, record: Trace) -> tuple[Trace, list[str]]:
+def shown_by(found: Trace, record: Trace) -> tuple[Trace, list[str]]:
     """The part of a record that a run shows at all, and what it does not show."""
 
     def sort(line: Line) -> str:

@@ -34,15 +34,30 @@ def current_component() -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A bundle that a run begins with, as the ledger has it: where it lies and its id.
+    ``iteration`` is the number of the first step to run, ``cursor`` the draw ordinal of its first
+    sample."""
+
+    path: str
+    bundle: str
+    iteration: int
+    policy_version: int
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True)
 class Conditions:
     """How a job is run. ``moves`` is the seed of moves drawn at random between and within steps;
-    None means that nothing moves. The result should depend on ``seed`` and ``steps`` alone."""
+    None means that nothing moves. With a ``start`` the run begins there, and steps are numbered on
+    from its iteration. The result should depend on ``seed``, ``steps`` and ``start`` alone."""
 
     seed: int
     steps: int
     schedule: str
     workers: Mapping[str, int] = field(default_factory=dict)
     moves: int | None = None
+    start: Start | None = None
 
     def text(self) -> str:
         """As one line for people."""
@@ -51,6 +66,7 @@ class Conditions:
         return (
             f"seed={self.seed} steps={self.steps} schedule={self.schedule} "
             f"workers={workers or 'as-written'} moves={moves}"
+            + ("" if self.start is None else f" from={self.start.iteration}")
         )
 
 
@@ -150,7 +166,8 @@ class ReplayJob(Protocol):
         """What else its result depends on, as JSON can hold it."""
 
     def run(self, conditions: Conditions) -> Iterator[Step]:
-        """Run from the beginning; yields each step once it is done."""
+        """Run from the beginning, or from the bundle of ``conditions.start`` where the job has a
+        true member ``restorable``; yields each step once it is done."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +183,8 @@ class Job:
     equality: Equality = "bits"
     environment: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    restorable: bool = False
+    """True when it can begin at ``conditions.start``: what a shadow of a live run needs."""
 
 
 def state_bytes(state: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from shiftbook.checkpoint.errors import CheckpointError
 from shiftbook.checkpoint.manifest import load_manifest, tensor_place
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import InvalidInput, UnknownJob
+from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import JobOpened
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.events.training import SamplesGenerated, SamplesRewarded, UpdateApplied
+from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.errors import NothingRecorded, ReplayError
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.integrity import Integrity, sound_events
@@ -32,11 +34,13 @@ NUMBERS = ("learning_rate", "loss", "kl", "grad_norm", "tokens")
 
 
 @dataclass
-class _Iteration:
+class Iteration:
     """What a ledger holds of one iteration; what was computed again replaces it."""
 
-    generated: tuple[int, SamplesGenerated] | None = None
-    rewarded: tuple[int, SamplesRewarded] | None = None
+    attempt: str
+    generated: list[tuple[int, SamplesGenerated]] = field(default_factory=list)
+    """In parts, where samples were recorded as they came."""
+    rewarded: list[tuple[int, SamplesRewarded]] = field(default_factory=list)
     updated: tuple[int, UpdateApplied] | None = None
     saved: tuple[int, CheckpointSaved] | None = None
 
@@ -48,8 +52,24 @@ class Recorded:
     url: str
     name: str
     opened: JobOpened
-    iterations: dict[int, _Iteration] = field(default_factory=dict)
-    closed: bool = False
+    iterations: dict[int, Iteration] = field(default_factory=dict)
+
+    def take(self, position: int, body: Event) -> None:
+        """Take in the next event of the job; other types change nothing."""
+        if isinstance(body, SamplesGenerated):
+            known = self.iterations.get(body.iteration)
+            if known is None or known.updated is not None or known.attempt != body.attempt:
+                self.iterations[body.iteration] = Iteration(body.attempt)
+            self.iterations[body.iteration].generated.append((position, body))
+        elif isinstance(body, SamplesRewarded):
+            self._of(body.iteration, body.attempt).rewarded.append((position, body))
+        elif isinstance(body, UpdateApplied):
+            self._of(body.iteration, body.attempt).updated = (position, body)
+        elif isinstance(body, CheckpointSaved) and body.iteration > 0:
+            self._of(body.iteration - 1, body.attempt).saved = (position, body)
+
+    def _of(self, number: int, attempt: str) -> Iteration:
+        return self.iterations.setdefault(number, Iteration(attempt))
 
 
 def recorded_trace(
@@ -79,7 +99,7 @@ def recorded_trace(
                 f"{findings[0].position}; see `shiftbook verify`"
             )
         recorded = _one(jobs, job, shown(url))
-        lines = tuple(_lines(recorded, rows))
+        lines = tuple(recorded_lines(recorded, rows))
     if not lines:
         raise NothingRecorded(
             f"{shown(url)}: expected iterations that ended with an update, found none of job "
@@ -101,6 +121,12 @@ def recorded_trace(
     return recorded, trace
 
 
+def recorded_job(ledger: Ledger, job: str) -> Recorded:
+    """One job of an open ledger, as it was recorded; raises UnknownJob."""
+    jobs = _collect(ledger.read(job=job, types=READ), ledger.url)
+    return _one(jobs, job, ledger.url)
+
+
 def _collect(events: Iterator[StoredEvent], url: str) -> dict[str, Recorded]:
     jobs: dict[str, Recorded] = {}
     for stored in events:
@@ -110,18 +136,8 @@ def _collect(events: Iterator[StoredEvent], url: str) -> dict[str, Recorded]:
         if isinstance(body, JobOpened):
             jobs[stored.job] = Recorded(url, stored.job, body)
         found = jobs.get(stored.job)
-        if found is None:
-            continue
-        at = stored.position
-        if isinstance(body, SamplesGenerated):
-            found.iterations[body.iteration] = _Iteration(generated=(at, body))
-        elif isinstance(body, SamplesRewarded):
-            found.iterations.setdefault(body.iteration, _Iteration()).rewarded = (at, body)
-        elif isinstance(body, UpdateApplied):
-            found.iterations.setdefault(body.iteration, _Iteration()).updated = (at, body)
-        elif isinstance(body, CheckpointSaved) and body.iteration > 0:
-            of = found.iterations.setdefault(body.iteration - 1, _Iteration())
-            of.saved = (at, body)
+        if found is not None:
+            found.take(stored.position, body)
     return jobs
 
 
@@ -138,13 +154,15 @@ def _one(jobs: Mapping[str, Recorded], job: str | None, url: str) -> Recorded:
     return next(iter(jobs.values()))
 
 
-def _lines(recorded: Recorded, rows: RowSource) -> Iterator[Line]:
-    for number in sorted(recorded.iterations):
+def recorded_lines(
+    recorded: Recorded, rows: RowSource, numbers: Iterable[int] | None = None
+) -> Iterator[Line]:
+    """The lines of a job's iterations, all of them by default, up to one without an update."""
+    for number in sorted(recorded.iterations) if numbers is None else numbers:
         one = recorded.iterations[number]
         if one.updated is None:
             break  # the run ended in the middle of it
-        if one.generated is not None:
-            yield from _samples(number, one, rows)
+        yield from _samples(number, one, rows)
         at, update = one.updated
         for name in NUMBERS:
             value = {"value": repr(float(getattr(update, name)))}
@@ -155,26 +173,29 @@ def _lines(recorded: Recorded, rows: RowSource) -> Iterator[Line]:
             yield Line(number, "trainer", "root", part, root, event=at)
 
 
-def _samples(number: int, one: _Iteration, rows: RowSource) -> Iterator[Line]:
-    assert one.generated is not None
-    at, generated = one.generated
-    table = rows("SamplesGenerated", generated.segment)
+def _samples(number: int, one: Iteration, rows: RowSource) -> Iterator[Line]:
+    # A lost segment was a finding of the first pass already.
     rewards: dict[Any, Any] = {}
-    if one.rewarded is not None:
-        scored = rows("SamplesRewarded", one.rewarded[1].segment)
+    for _, rewarded in one.rewarded:
+        scored = rows("SamplesRewarded", rewarded.segment)
         if not scored.problem:
-            rewards = dict(zip(scored["uid"], scored["reward"], strict=True))
-    if table.problem:
-        return  # a lost segment was a finding of the first pass already
-    seen = zip(table["uid"], table["token_digest"], table["logp_digest"], strict=True)
-    for uid, tokens, logps in sorted(seen):
+            rewards |= zip(scored["uid"], scored["reward"], strict=True)
+    seen: dict[Any, tuple[Any, Any, int]] = {}
+    for at, generated in one.generated:
+        table = rows("SamplesGenerated", generated.segment)
+        if not table.problem:
+            for uid, *digests in zip(
+                table["uid"], table["token_digest"], table["logp_digest"], strict=True
+            ):
+                seen[uid] = (*digests, at)
+    for uid, (tokens, logps, at) in sorted(seen.items()):
         fields = {"tokens": str(tokens), "logps": str(logps)}
         if uid in rewards:
             fields["reward"] = repr(float(rewards[uid]))
         yield Line(number, "rollout", "sample", label(str(uid)), fields, event=at)
 
 
-def _tensors(number: int, one: _Iteration) -> Iterator[Line]:
+def _tensors(number: int, one: Iteration) -> Iterator[Line]:
     """Tensors of the bundle that was saved after the update, where it is still there."""
     if one.saved is None:
         return

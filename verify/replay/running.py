@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shiftbook.verify import errors
 from shiftbook.verify.errors import ReplayError, ReplayFailed
 from shiftbook.verify.replay.child import ERROR, REQUEST, TENSORS, TRACE
-from shiftbook.verify.replay.protocol import Conditions, ReplayJob
+from shiftbook.verify.replay.protocol import Conditions, ReplayJob, Start
 from shiftbook.verify.replay.trace import Line, Trace, stack, step_lines
 
 LIMIT_S = 900.0
 """How long one run may take; a small job takes seconds."""
+END_LIMIT_S = 20.0
+"""How long a run that is told to end may take for it."""
 HASH_SEED = "PYTHONHASHSEED"
 
 
@@ -31,6 +34,7 @@ class Asked:
     schedule: str | None = None
     workers: Mapping[str, int] | None = None
     moves: int | None = None
+    start: Start | None = None
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -40,12 +44,13 @@ class Asked:
             "schedule": self.schedule,
             "workers": dict(self.workers or {}),
             "moves": self.moves,
+            "start": None if self.start is None else asdict(self.start),
         }
 
     @property
     def reference(self) -> Asked:
         """The same seed and steps under the reference conditions."""
-        return Asked(self.seed, self.steps)
+        return Asked(self.seed, self.steps, start=self.start)
 
 
 def run_apart(
@@ -81,25 +86,38 @@ def run_apart(
     seeded = hash_seed or os.environ.get(HASH_SEED) or str(number)
     environment = {**os.environ, HASH_SEED: seeded}
     output = folder / "output"
-    with output.open("wb") as out:
+    with (
+        output.open("wb") as out,
+        subprocess.Popen(
+            [sys.executable, "-m", "shiftbook.verify.replay.child", str(folder), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        ) as process,
+    ):
         try:
-            done = subprocess.run(
-                [sys.executable, "-m", "shiftbook.verify.replay.child", str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                timeout=limit_s,
-                check=False,
-            )
+            code = process.wait(limit_s)
         except subprocess.TimeoutExpired as error:
             raise ReplayFailed(
                 f"{target}: expected the run to end within {limit_s:g} s, it did not; ask for "
                 "fewer --steps, or give a longer --timeout"
             ) from error
-    if done.returncode or not (folder / TRACE).is_file():
-        _raise(folder, target, done.returncode, output)
+        finally:
+            _end(process)
+    if code or not (folder / TRACE).is_file():
+        _raise(folder, target, code, output)
     return read_trace(folder / TRACE, target)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a run that goes on, first so that it can stop what it started itself."""
+    for signal_ in (process.terminate, process.kill):
+        if process.poll() is not None:
+            return
+        signal_()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_LIMIT_S)
 
 
 def _raise(folder: Path, target: str, code: int, output: Path) -> None:
@@ -125,11 +143,13 @@ def read_trace(path: Path, target: str) -> Trace:
     with path.open(encoding="utf-8") as stream:
         header = json.loads(stream.readline())
         lines = tuple(Line(**json.loads(text)) for text in stream)
+    begun = header["conditions"].get("start")
+    start = None if begun is None else Start(**begun)
     return Trace(
         target=target,
         config=header["config"],
         equality=header["equality"],
-        conditions=Conditions(**header["conditions"]),
+        conditions=Conditions(**{**header["conditions"], "start": start}),
         stack=header["stack"],
         lines=lines,
     )
