@@ -124,7 +124,7 @@ def _prefetch_code(typing_context: Any, address: Any) -> Any:
 
 
 _pointer: Any = intrinsic(_pointer_code)
-_prefetch: Any = intrinsic(_prefetch_code)
+prefetch: Any = intrinsic(_prefetch_code)
 
 
 @_part
@@ -152,7 +152,7 @@ def _sum_hashed(words: Any, hashes: Any) -> tuple[Any, Any]:
 
 
 @_part
-def _sum_alone(words: Any, first: Any) -> tuple[Any, Any]:
+def sum_run(words: Any, first: Any) -> tuple[Any, Any]:
     """What words from position `first` on add to both sums."""
     counter = _KEY + (_U64(first) + _ONE) * _GAMMA
     sum_0 = _U64(0)
@@ -187,7 +187,7 @@ def sum_words_shared(
         if active <= 1:  # nobody to share with: the rest of the longest tensor in one go
             size = min(last, counts[0]) - start
             words = _numba.carray(_pointer(addresses[0] + _U64(4 * start)), (size,), np.uint32)
-            sum_0, sum_1 = _sum_alone(words, start)
+            sum_0, sum_1 = sum_run(words, start)
             sums[0, 0] += sum_0
             sums[0, 1] += sum_1
             return
@@ -205,7 +205,7 @@ def sum_words_shared(
             words = _numba.carray(_pointer(addresses[t] + _U64(4 * start)), (size,), np.uint32)
             for k in range(0, size, _STRIP):
                 for byte in range(4 * k, 4 * (k + _STRIP), 64):
-                    _prefetch(line + _U64(byte))
+                    prefetch(line + _U64(byte))
                 stop = min(k + _STRIP, size)
                 sum_0, sum_1 = _sum_hashed(words[k:stop], hashes[k:stop])
                 sums[t, 0] += sum_0

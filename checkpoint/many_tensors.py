@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shiftbook.checkpoint.elements import element_view
+from shiftbook.checkpoint.elements import element_view, is_plain
 from shiftbook.checkpoint.host_sums import sum_block
 from shiftbook.checkpoint.kernel import sum_words_shared
 from shiftbook.checkpoint.positions import ITEM_BYTES, MASK_64
@@ -66,17 +66,10 @@ def whole_sums(
 def _torch_words(name: str, tensor: Any) -> _Words | None:
     """The memory of a plain torch tensor, in few calls: a model has hundreds of small ones."""
     torch = sys.modules.get("torch")
-    if torch is None or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if torch is None or not is_plain(tensor, torch) or not tensor.is_contiguous():
         return None
-    dtype = str(tensor.dtype)[6:]  # without "torch."
-    if (
-        dtype not in ITEM_BYTES
-        or tensor.layout is not torch.strided
-        or not tensor.is_cpu
-        or not tensor.is_contiguous()
-        or tensor.is_neg()
-        or tensor.is_conj()
-    ):
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
         return None
     address, size = tensor.data_ptr(), tensor.numel() * tensor.element_size()
     if address % 4 or size % 4:
