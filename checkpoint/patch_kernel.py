@@ -218,9 +218,8 @@ def join_planes(planes: Any, split: Any, units: Any, positions: Any, folded: Any
     positions[:] = 0
     for index in range(split):
         plane = planes[index]
-        shift = 8 * index
         for k in range(positions.size):
-            positions[k] |= np.int64(plane[k]) << shift
+            positions[k] |= np.int64(plane[k]) << (8 * index)
     after = np.int64(0)
     for k in range(positions.size):
         gap = positions[k]
