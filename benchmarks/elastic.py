@@ -2,9 +2,10 @@
 
 Run: ``python benchmarks/state.py trainer``, or this file alone. Two figures for each of 2 and 4
 processes: the reduction of one summed gradient (tree: gather of the blocks' sums, added in order;
-beside it gloo's own all-reduce), and memory held for gradients. Then whole updates in one process,
-beside a loop with ``backward``, ``clip_grad_norm_`` and the same optimizer. Ratios are of best
-times taken in turns; processes share the machine's cores.
+beside it gloo's own all-reduce), and memory held for gradients. Then whole updates of the reference
+job's trainer over 1 and 2 processes, tree and unordered, on groups that are rolled out here. Last,
+whole updates in one process beside a loop with ``backward``, ``clip_grad_norm_`` and the same
+optimizer. Ratios are of best times taken in turns; processes share the machine's cores.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shiftbook.checkpoint.elastic import VirtualRanks
+from shiftbook.checkpoint.elastic import Place, VirtualRanks
 from shiftbook.checkpoint.elastic_move import join_group
 from shiftbook.checkpoint.unordered import UnorderedAccumulator
 from shiftbook.checkpoint.virtual_ranks import (
@@ -26,9 +27,24 @@ from shiftbook.checkpoint.virtual_ranks import (
     VirtualRankPlan,
     all_reduce_tree,
 )
+from shiftbook.jobs.engine import TorchEngine
+from shiftbook.jobs.grpo import (
+    GROUP_SIZE,
+    GroupBatch,
+    GrpoLoss,
+    make_group_batch,
+    reference_logps,
+)
+from shiftbook.jobs.keyed_rng import format_uid
+from shiftbook.jobs.local_run import LocalConfig, roll_out
+from shiftbook.jobs.policy_file import load_policy
+from shiftbook.jobs.task import new_episode
+from shiftbook.jobs.toolbox import Toolbox
+from shiftbook.jobs.trainer_state import make_trainer
 
 ELEMENTS = 2_000_000
 GROUPS, VIRTUAL_RANKS, ROUNDS = 8, 4, 15
+UPDATES = 5  # whole ones of the reference job, each way
 
 
 def in_turns(rounds: int, *jobs: Callable[[], object]) -> list[float]:
@@ -66,6 +82,71 @@ def reductions(port: int, rank: int, world: int) -> None:
             f"{ordered_s * 1e3:.1f} ms, all-reduce {unordered_s * 1e3:.1f} ms, "
             f"{ordered_s / unordered_s:.2f} x; gradients held "
             f"{tree.resident_bytes() / plain.resident_bytes():.0f} x"
+        )
+
+
+def reference_groups(config: LocalConfig, indices: Sequence[int]) -> dict[int, GroupBatch]:
+    """Groups of the reference job's first iteration, rolled out with the base policy."""
+    base = load_policy(config.base_policy, config.model)
+    reference = {name: tensor.float() for name, tensor in base.items()}
+    engine = TorchEngine(config.model, lanes=16)
+    engine.load(base, 0)
+    episodes = {
+        index: [
+            new_episode(config.seed, format_uid(index, member), index, config.model.context)
+            for member in range(GROUP_SIZE)
+        ]
+        for index in indices
+    }
+    with Toolbox(config.seed) as toolbox:
+        roll_out(engine, toolbox, [one for each in episodes.values() for one in each])
+    groups = {index: make_group_batch(each) for index, each in episodes.items()}
+    return {
+        index: group.with_reference(reference_logps(reference, group, config.model))
+        for index, group in groups.items()
+    }
+
+
+def reference_job(port: int, rank: int, world: int) -> None:
+    """Whole updates of the reference job's trainer in one process of ``world``: rank 0 prints."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    config = LocalConfig()
+    base = load_policy(config.base_policy, config.model)
+    trainers: list[VirtualRanks] = []
+    for reduction in ("tree", "unordered"):
+        group = join_group(store, f"job-{world}-{reduction}", rank, world) if world > 1 else None
+        trainers.append(
+            make_trainer(
+                base,
+                config.model,
+                GrpoLoss(config.loss, config.seed),
+                virtual_ranks=config.virtual_ranks,
+                groups=config.groups,
+                clip_norm=config.clip_norm,
+                place=Place(rank, world, group),
+                reduction=reduction,
+            )
+        )
+    batches = reference_groups(config, trainers[0].missing())
+    ends_s: list[list[float]] = [[], []]
+
+    def one(place: int) -> None:
+        trainer = trainers[place]
+        for index in trainer.missing():
+            trainer.add(index, (batches[index], 0), batches[index].uids)
+        begun_s = time.perf_counter()
+        trainer.update(1e-6)
+        ends_s[place].append(time.perf_counter() - begun_s)
+
+    tree_s, unordered_s = in_turns(UPDATES, lambda: one(0), lambda: one(1))
+    if rank == 0:
+        tree_end_s, unordered_end_s = (min(each[1:]) for each in ends_s)
+        print(
+            f"trainer: whole update of the reference job, {config.groups} groups of {GROUP_SIZE} "
+            f"samples, {world} process(es): tree {tree_s * 1e3:.0f} ms, unordered "
+            f"{unordered_s * 1e3:.0f} ms, {tree_s / unordered_s:.3f} x; of it reduction, norm and "
+            f"step {tree_end_s * 1e3:.1f} and {unordered_end_s * 1e3:.1f} ms"
         )
 
 
@@ -122,12 +203,18 @@ def updates() -> None:
 
 def main() -> int:
     """Start the processes of each world, then time updates here."""
-    if len(sys.argv) == 4:
-        reductions(*(int(word) for word in sys.argv[1:]))
+    if len(sys.argv) == 5:
+        job = {"reductions": reductions, "reference-job": reference_job}[sys.argv[1]]
+        job(*(int(word) for word in sys.argv[2:]))
         return 0
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for world in (2, 4):
-        words = [[str(store.port), str(rank), str(world)] for rank in range(world)]
+    for part, world in (
+        ("reductions", 2),
+        ("reductions", 4),
+        ("reference-job", 1),
+        ("reference-job", 2),
+    ):
+        words = [[part, str(store.port), str(rank), str(world)] for rank in range(world)]
         here = str(Path(__file__))
         ranks = [subprocess.Popen([sys.executable, here, *each]) for each in words]
         codes = [process.wait() for process in ranks]

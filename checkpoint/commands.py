@@ -1,4 +1,4 @@
-"""The commands `shiftbook checkpoint list | show | verify | register | diff | transfer`."""
+"""The commands of `shiftbook checkpoint`: bundles, and the files of weight transfers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.manifest import BundleManifest, check_files, load_manifest, plain
 from shiftbook.checkpoint.shelf import find_bundle, latest_bundle, list_bundles
 from shiftbook.checkpoint.transfer.commands import transfer
-from shiftbook.ledger.cli_options import Format, emit, emit_document, format_option, working
+from shiftbook.ledger.cli_options import (
+    Format,
+    emit,
+    emit_document,
+    format_option,
+    ledger_option,
+    open_book,
+    working,
+)
 
 LIST_COLUMNS = ("name", "iteration", "policy_version", "bytes", "job", "attempt", "bundle_id")
 DIFF_COLUMNS = ("part", "tensor", "what", "a", "b", "differing", "elements")
@@ -20,7 +28,7 @@ VERIFY_COLUMNS = ("path", "ok", "part", "problem", "bundle_id", "checked", "not_
 
 @click.group()
 def checkpoint() -> None:
-    """Bundles: list, show, verify, register and compare saved training states."""
+    """Bundles: list, show, verify, register, retain and compare saved training states."""
 
 
 checkpoint.add_command(transfer)
@@ -141,6 +149,30 @@ def register(
         bundle = register_state(source, folder, fields, part=part, kind=kind)
     record = bundle.manifest.parts[part]
     click.echo(f"{bundle.path}: {len(record.tensors)} tensors, {record.bytes} bytes, {record.root}")
+
+
+@checkpoint.command("retain")
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--keep", type=click.IntRange(min=1), required=True, help="Newest bundles to keep.")
+@click.option(
+    "--golden",
+    multiple=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A golden trace; bundles that it names stay.",
+)
+@ledger_option
+def retain_command(folder: Path, keep: int, golden: tuple[Path, ...], ledger_url: str) -> None:
+    """Delete all bundles in FOLDER but the newest and those that are needed.
+
+    Needed is what an attempt began from or restored, in its own job or in a fork, the bundle that
+    an open job would go on from, what a golden trace names, and all of jobs that the ledger does
+    not know. Prints what was deleted.
+    """
+    from shiftbook.checkpoint.retention import retain_needed
+
+    with open_book(ledger_url) as ledger:
+        for path in retain_needed(folder, keep, ledger, golden=golden):
+            click.echo(str(path))
 
 
 @checkpoint.command("diff")

@@ -43,8 +43,19 @@ def element_view(tensor: Any, dtype: str | None) -> tuple[NDArray[Any], str]:
     return array, name
 
 
-def _torch_bits(tensor: Any, torch: Any) -> tuple[NDArray[Any], str]:
-    name = str(tensor.dtype).removeprefix("torch.")
+def is_plain(tensor: Any, torch: Any) -> bool:
+    """True for a torch tensor whose memory is read as it is: dense, on the processor, not lazy."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not tensor.is_quantized
+    )
+
+
+def _check_dense(tensor: Any, name: str, torch: Any) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise UnsupportedTensor(
             f"expected a dense torch tensor with data, found layout {tensor.layout}, "
@@ -56,7 +67,15 @@ def _torch_bits(tensor: Any, torch: Any) -> tuple[NDArray[Any], str]:
             "shiftbook.checkpoint.shards, or pass tensor.to_local() with its offset and the whole "
             "tensor's shape"
         )
-    dense = tensor.detach().resolve_conj().resolve_neg().cpu()
+
+
+def _torch_bits(tensor: Any, torch: Any) -> tuple[NDArray[Any], str]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if is_plain(tensor, torch):
+        dense = tensor.detach()
+    else:
+        _check_dense(tensor, name, torch)
+        dense = tensor.detach().resolve_conj().resolve_neg().cpu()
     if dense.is_complex() and dense.element_size() > 4:
         array = dense.numpy()
         return (array.view(np.uint64) if array.dtype.itemsize == 8 else array), name

@@ -226,9 +226,8 @@ def fingerprint_tensors(
 ) -> dict[str, str]:
     """The 32 hex digits of each whole tensor, by name; see `root` for one digest of them all.
 
-    Faster than one call for each: threads share all tensors' words evenly, and where the processor
-    has no 64-bit vector multiplication, each position is hashed once for all tensors. That changes
-    no value; `share_hashes` forces it on or off.
+    Faster than one call for each: threads share all tensors' words evenly, and each position is
+    hashed once for all tensors. That changes no value; `share_hashes=False` does without.
     """
     from shiftbook.checkpoint.many_tensors import whole_sums  # numba
 

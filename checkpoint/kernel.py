@@ -1,9 +1,9 @@
 """The numba loops that multiply each 32-bit word of a tensor by a hash of its position and add.
 
 `shiftbook.checkpoint.fingerprint` explains the arithmetic and its bound. The hash needs two
-multiplications of 64 bits a word. With AVX-512 they are one instruction each and `sum_words` reads
-nearly as fast as memory gives; with AVX2 each is seven, the loop is bound by them, and
-`sum_words_shared` hashes a position once for all tensors that have a word there.
+multiplications of 64 bits a word. With AVX-512 they are one instruction each; with AVX2 each is
+seven, and `sum_words` is bound by them. `sum_words_shared` hashes a position once for all tensors
+that have a word there and reads as fast as memory gives, or nearly.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _U64 = np.uint64
 _ONE = _U64(1)
 _LOW_32 = _U64(0xFFFF_FFFF)
 _S30, _S27, _S31, _S32 = _U64(30), _U64(27), _U64(31), _U64(32)
+_STRIP = 128  # words between two requests for lines
 _KEY, _GAMMA, _MIX_1, _MIX_2 = _U64(KEY), _U64(GAMMA), _U64(MIX_1), _U64(MIX_2)
 
 
@@ -44,6 +45,11 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
             return fast(*arguments)
 
     return call
+
+
+def _part(function: Callable[..., Any]) -> Any:
+    """Compile a loop that only compiled loops call."""
+    return numba.njit(nogil=True)(function)
 
 
 @compiled
@@ -104,7 +110,7 @@ def _pointer_code(typing_context: Any, address: Any) -> Any:
 
 
 def _prefetch_code(typing_context: Any, address: Any) -> Any:
-    """Ask for the cache line at an address: jumps between tensors defeat the automatic prefetch."""
+    """Ask for the cache line at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = ir.IntType(32)
@@ -118,7 +124,49 @@ def _prefetch_code(typing_context: Any, address: Any) -> Any:
 
 
 _pointer: Any = intrinsic(_pointer_code)
-_prefetch: Any = intrinsic(_prefetch_code)
+prefetch: Any = intrinsic(_prefetch_code)
+
+
+@_part
+def _hash_positions(first: Any, hashes: Any) -> None:
+    """Fill `hashes` with those of the words from `first` on."""
+    counter = _KEY + (_U64(first) + _ONE) * _GAMMA
+    for j in range(hashes.size):
+        z = counter
+        counter += _GAMMA
+        z = (z ^ (z >> _S30)) * _MIX_1
+        z = (z ^ (z >> _S27)) * _MIX_2
+        hashes[j] = z ^ (z >> _S31)
+
+
+@_part
+def _sum_hashed(words: Any, hashes: Any) -> tuple[Any, Any]:
+    """What words add to both sums, their positions being hashed already."""
+    sum_0 = _U64(0)
+    sum_1 = _U64(0)
+    for j in range(words.size):
+        value = _U64(words[j])
+        sum_0 += (hashes[j] & _LOW_32) * value
+        sum_1 += (hashes[j] >> _S32) * value
+    return sum_0, sum_1
+
+
+@_part
+def sum_run(words: Any, first: Any) -> tuple[Any, Any]:
+    """What words from position `first` on add to both sums."""
+    counter = _KEY + (_U64(first) + _ONE) * _GAMMA
+    sum_0 = _U64(0)
+    sum_1 = _U64(0)
+    for j in range(words.size):
+        z = counter
+        counter += _GAMMA
+        z = (z ^ (z >> _S30)) * _MIX_1
+        z = (z ^ (z >> _S27)) * _MIX_2
+        z = z ^ (z >> _S31)
+        value = _U64(words[j])
+        sum_0 += (z & _LOW_32) * value
+        sum_1 += (z >> _S32) * value
+    return sum_0, sum_1
 
 
 @compiled
@@ -129,35 +177,36 @@ def sum_words_shared(
 
     `addresses` (uint64) point to the tensors' words, 4-byte aligned; `counts` (int64, falling) say
     how many each has. `hashes` (uint64) is scratch for one block of positions; it must stay in the
-    first-level cache, which a thousand entries do.
+    first-level cache beside the words of two blocks, which 2048 entries do.
     """
     block = hashes.size
     active = counts.size
     for start in range(first, last, block):
-        end = min(start + block, last)
-        counter = _KEY + (_U64(start) + _ONE) * _GAMMA
-        for j in range(end - start):
-            z = counter + _U64(j) * _GAMMA
-            z = (z ^ (z >> _S30)) * _MIX_1
-            z = (z ^ (z >> _S27)) * _MIX_2
-            hashes[j] = z ^ (z >> _S31)
         while active > 0 and counts[active - 1] <= start:
             active -= 1
+        if active <= 1:  # nobody to share with: the rest of the longest tensor in one go
+            size = min(last, counts[0]) - start
+            words = _numba.carray(_pointer(addresses[0] + _U64(4 * start)), (size,), np.uint32)
+            sum_0, sum_1 = sum_run(words, start)
+            sums[0, 0] += sum_0
+            sums[0, 1] += sum_1
+            return
+        end = min(start + block, last)
+        _hash_positions(start, hashes[: end - start])
         for t in range(active):
-            after = t + 2  # two tensors ahead covers the time that memory takes
+            # The jumps defeat the automatic prefetch. So the lines that come next but one are
+            # asked for a few at a time, as many as are read here: a burst would fill the queue.
+            after = t + 2
             if after < active:
                 line = addresses[after] + _U64(4 * start)
             else:
                 line = addresses[(after - active) % active] + _U64(4 * end)
-            for byte in range(0, 4 * block, 64):
-                _prefetch(line + _U64(byte))
             size = min(end, counts[t]) - start
             words = _numba.carray(_pointer(addresses[t] + _U64(4 * start)), (size,), np.uint32)
-            sum_0 = _U64(0)
-            sum_1 = _U64(0)
-            for j in range(size):
-                value = _U64(words[j])
-                sum_0 += (hashes[j] & _LOW_32) * value
-                sum_1 += (hashes[j] >> _S32) * value
-            sums[t, 0] += sum_0
-            sums[t, 1] += sum_1
+            for k in range(0, size, _STRIP):
+                for byte in range(4 * k, 4 * (k + _STRIP), 64):
+                    prefetch(line + _U64(byte))
+                stop = min(k + _STRIP, size)
+                sum_0, sum_1 = _sum_hashed(words[k:stop], hashes[k:stop])
+                sums[t, 0] += sum_0
+                sums[t, 1] += sum_1

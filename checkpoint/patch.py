@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from shiftbook.checkpoint.compare import FingerprintMap, root
+from shiftbook.checkpoint.compare import FingerprintMap, check_hex, root
 from shiftbook.checkpoint.errors import PatchDamaged, PatchRefused, PatchUnencodable
 from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_tensors
 from shiftbook.checkpoint.kernel import hashes_are_cheap
@@ -157,9 +157,7 @@ def apply_patch(
         writes = _each(
             lambda name: _checked_write(name, *stored[name], places[name]), names, threads
         )
-        for name, write in writes.items():
-            if write is not None:
-                places[name].write(*write)
+        _write(places, {name: write for name, write in writes.items() if write}, threads)
     return Applied(header.version, header.result_fingerprints, patch.changed)
 
 
@@ -203,9 +201,8 @@ def _encode_tensor(
     if nan == "refuse":
         _refuse_nan(name, new.dtype, found.new)
     fields, stored = encode_changes(found.changes)
-    start = Fingerprint.from_hex(before, new.dtype, new.shape)
     sums = sums_of_changes(found.positions, found.old, found.new)
-    if _moved_hex(start, sums) != after:
+    if _moved_hex(check_hex(name, before), sums) != after:
         raise PatchUnencodable(
             f"{name}: expected a base with fingerprint {before}, found tensors that do not lead "
             f"from it to {after}; the base changed since it was fingerprinted: send an anchor",
@@ -223,9 +220,12 @@ def _encode_tensor(
     return record, stored
 
 
-def _moved_hex(start: Fingerprint, sums: tuple[int, int]) -> str:
-    moved = ((start.sums[0] + sums[0]) & MASK_64, (start.sums[1] + sums[1]) & MASK_64)
-    return Fingerprint(start.dtype, start.shape, moved, start.cover).hex
+def _moved_hex(start: str, sums: tuple[int, int]) -> str:
+    """The fingerprint of a tensor that had `start`; what binds it to dtype and shape stays."""
+    halves = (int(start[:16], 16), int(start[16:], 16))
+    return "".join(
+        f"{(half + more) & MASK_64:016x}" for half, more in zip(halves, sums, strict=True)
+    )
 
 
 def _refuse_nan(name: str, dtype: str, units: Units) -> None:
@@ -339,8 +339,7 @@ def _checked_write(
     if record.encoding == "changes":
         changes = decode_changes(name, record, stored)
         new, sums = place.moved(changes)
-        start = Fingerprint.from_hex(str(record.base), record.dtype, record.shape)
-        _check_result(name, record, _moved_hex(start, sums))
+        _check_result(name, record, _moved_hex(str(record.base), sums))
         return changes.positions, new
     if record.encoding == "int8":
         new = decode_int8(name, record, stored, place.read())
@@ -348,6 +347,15 @@ def _checked_write(
         new = decode_bits(name, record, stored)
     _check_result(name, record, _of_units(record.dtype, record.shape, new).hex)
     return None, new
+
+
+def _write(
+    places: Mapping[str, Place],
+    writes: Mapping[str, tuple[Positions | None, Units]],
+    threads: int,
+) -> None:
+    """Write what was checked. Names that are one tensor get one content, so threads may race."""
+    _each(lambda name: places[name].write(*writes[name]), list(writes), threads)
 
 
 def _apply_anchor(patch: Patch, places: Mapping[str, Place]) -> None:

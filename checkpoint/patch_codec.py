@@ -19,11 +19,12 @@ from shiftbook.checkpoint.errors import PatchDamaged
 from shiftbook.checkpoint.host_sums import sum_block
 from shiftbook.checkpoint.patch_format import Planes, Section, TensorPatch, pack, unpack
 from shiftbook.checkpoint.patch_kernel import (
-    BLOCK_WORDS,
+    BLOCK_UNITS,
+    SLACK,
     change_sums,
     join_planes,
     moved_units,
-    scan_words,
+    scan_units,
     split_planes,
     widest,
 )
@@ -33,7 +34,9 @@ Units = NDArray[Any]
 _LOG2_PER_WORD = {1: np.uint64(2), 2: np.uint64(1), 4: np.uint64(0)}
 Positions = NDArray[np.int64]
 
-_FIRST_ROOM = 8 * BLOCK_WORDS  # units: one block of bytes fits in any case
+_LEAST_ROOM = BLOCK_UNITS + SLACK  # units: one block fits in any case
+_FIRST_ROOM = 2 * _LEAST_ROOM
+_NO_WORDS = np.empty(0, np.uint32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,44 +66,51 @@ class Found:
 def find_changes(base: Units, new: Units, *, summed: bool = False) -> Found:
     """Compare two flat arrays of unsigned units of one size, bit by bit.
 
-    `summed` takes the sums of the new one's fingerprint along; arrays that do not begin at an edge
-    of 8 bytes have none.
+    `summed` takes the sums of the new one's fingerprint along; an array that does not begin at an
+    edge of 4 bytes has none.
     """
-    unit_bytes = base.dtype.itemsize
-    per_word = 8 // unit_bytes
-    body = base.size // per_word * per_word
-    aligned = all(a.__array_interface__["data"][0] % 8 == 0 for a in (base, new))
-    if not aligned:
-        where = np.flatnonzero(base != new)
-        return Found(where, base[where], new[where])
+    words, loose = _words_of(new) if summed else (_NO_WORDS, 0)
+    block_words = BLOCK_UNITS * base.dtype.itemsize // 4
     out = _room(base.dtype, max(_FIRST_ROOM, base.size // 64))
-    words = (base[:body].view(np.uint64), new[:body].view(np.uint64))
-    width = (np.uint64((8 * unit_bytes).bit_length() - 1), np.uint64(2 ** (8 * unit_bytes) - 1))
     at = filled = low = high = 0
     while True:
-        found = scan_words(*words, at, filled, out, *width, summed)
+        found = scan_units(base, new, at, filled, out, words, block_words)
         at, filled = int(found[0]), int(found[1])
         low, high = low + int(found[2]), high + int(found[3])
-        if at == words[0].size:
+        if at == base.size:
             break
-        larger = _room(base.dtype, 2 * out[0].size)
-        for small, large in zip(out, larger, strict=True):
-            large[:filled] = small[:filled]
-        out = larger
+        # As much as the rest needs if it is like what was seen, and some.
+        expected = min(base.size, filled * base.size // max(at, 1) * 5 // 4)
+        out = _larger(out, filled, _LEAST_ROOM + max(filled, expected))
     positions, old, fresh = (part[:filled] for part in out)
-    if body < base.size:
-        rest = np.flatnonzero(base[body:] != new[body:]) + body
-        positions = np.concatenate([positions, rest])
-        old, fresh = np.concatenate([old, base[rest]]), np.concatenate([fresh, new[rest]])
-        if summed:
-            more = sum_block(new[body:].reshape(1, -1), np.full(1, body, dtype=np.uint64), 1)
-            low, high = low + more[0], high + more[1]
-    sums = (low & MASK_64, high & MASK_64) if summed else None
-    return Found(positions, old, fresh, sums)
+    if not summed or not (words.size or loose):
+        return Found(positions, old, fresh)
+    if loose:
+        start = np.full(1, base.size - loose, dtype=np.uint64)
+        more = sum_block(new[base.size - loose :].reshape(1, -1), start, 1)
+        low, high = low + more[0], high + more[1]
+    return Found(positions, old, fresh, (low & MASK_64, high & MASK_64))
+
+
+def _words_of(units: Units) -> tuple[NDArray[np.uint32], int]:
+    """The whole words of a flat array, and how many units stand after them; none, if unaligned."""
+    if units.__array_interface__["data"][0] % 4:
+        return _NO_WORDS, 0
+    loose = units.size % max(1, 4 // units.dtype.itemsize)
+    return units[: units.size - loose].view(np.uint32), loose
 
 
 def _room(dtype: np.dtype[Any], size: int) -> tuple[Positions, Units, Units]:
     return np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
+
+
+def _larger(
+    out: tuple[Positions, Units, Units], filled: int, size: int
+) -> tuple[Positions, Units, Units]:
+    larger = _room(out[1].dtype, size)
+    for small, large in zip(out, larger, strict=True):
+        large[:filled] = small[:filled]
+    return larger
 
 
 def sums_of_changes(positions: Positions, old: Units, new: Units) -> tuple[int, int]:
@@ -154,8 +164,7 @@ def decode_changes(name: str, tensor: TensorPatch, stored: list[memoryview]) -> 
         plane[:] = unpack(name, section, data)
     positions = np.empty(tensor.changed, dtype=np.int64)
     differences = np.empty(tensor.changed, dtype=f"u{tensor.unit_bytes}")
-    split = tensor.gap_planes
-    if not join_planes(planes[:split], planes[split:], tensor.units, positions, differences):
+    if not join_planes(planes, tensor.gap_planes, tensor.units, positions, differences):
         raise PatchDamaged(
             f"patch of {name}: expected positions below {tensor.units}, found one outside; it was "
             "not written by this program: ask for an anchor",

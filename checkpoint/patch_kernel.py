@@ -9,7 +9,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import types
 from numba.extending import intrinsic
 
-from shiftbook.checkpoint.kernel import compiled
+from shiftbook.checkpoint.kernel import compiled, prefetch, sum_run
 from shiftbook.checkpoint.positions import GAMMA, KEY, MIX_1, MIX_2
 
 _U64 = np.uint64
@@ -17,87 +17,94 @@ _ONE = _U64(1)
 _LOW_32 = _U64(0xFFFF_FFFF)
 _S30, _S27, _S31, _S32 = _U64(30), _U64(27), _U64(31), _U64(32)
 _KEY, _GAMMA, _MIX_1, _MIX_2 = _U64(KEY), _U64(GAMMA), _U64(MIX_1), _U64(MIX_2)
-_LINE = _U64(8)  # words that are compared without a branch: few lines hold a change
-_BLOCK = _U64(512)  # words whose changed ones are listed before any is taken apart
-BLOCK_WORDS = int(_BLOCK)
+_MASKS = 32  # comparisons of 64 units that are made before any mask is looked at
+BLOCK_UNITS = 64 * _MASKS
+SLACK = 4  # units that a scan may write after the last one
+_AHEAD = 128  # units whose lines are asked for before they are needed
+_MOVED = 1024  # units that are gathered before they are hashed
 
 
-def _trailing_zeros_code(typing_context: Any, word: Any) -> Any:
-    """Number of zero bits below the lowest set bit of a word that is not 0."""
+def _bits_code(instruction: str) -> Any:
+    """An instruction that takes a word and gives a number of bits."""
+
+    def code(typing_context: Any, word: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            if instruction == "ctpop":
+                return builder.ctpop(arguments[0])
+            return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+        return types.uint64(types.uint64), generate
+
+    return code
+
+
+def _differing_code(typing_context: Any, base: Any, new: Any, index: Any) -> Any:
+    """Bit k is set where unit `index + k` of two arrays differs, for 64 units of any alignment."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
+        vector = ir.VectorType(ir.IntType(base.dtype.bitwidth), 64)
+        loaded = []
+        for kind, value in zip(signature.args[:2], arguments[:2], strict=True):
+            data = context.make_array(kind)(context, builder, value).data
+            place = builder.bitcast(builder.gep(data, [arguments[2]]), vector.as_pointer())
+            units = builder.load(place)
+            units.align = 1
+            loaded.append(units)
+        return builder.bitcast(builder.icmp_unsigned("!=", *loaded), ir.IntType(64))
 
-    return types.uint64(types.uint64), generate
+    return types.uint64(base, new, types.int64), generate
 
 
-_trailing_zeros: Any = intrinsic(_trailing_zeros_code)
+_trailing_zeros: Any = intrinsic(_bits_code("cttz"))
+_ones: Any = intrinsic(_bits_code("ctpop"))
+_differing: Any = intrinsic(_differing_code)
 
 
 @compiled
-def scan_words(
-    base: Any, new: Any, start: Any, filled: Any, out: Any, log2_bits: Any, mask: Any, summed: Any
+def scan_units(
+    base: Any, new: Any, start: Any, filled: Any, out: Any, words: Any, block_words: Any
 ) -> tuple[Any, Any, Any, Any]:
-    """Collect the units that differ, from 64-bit word `start` on, until the output is full.
+    """Collect the units that differ, from unit `start` on, until the output is full.
 
-    `base` and `new` hold units of `2**log2_bits` bits, of which `mask` covers one. `out` holds
-    positions, old units and new units; `filled` of each are taken. Returns the word to go on from
-    (the number of words when done), how many are filled now, and, where `summed`, what the words of
-    `new` that were passed add to both sums of its fingerprint: they are in the cache just then.
+    `out` holds positions, old units and new units; `filled` of each are taken. `words` are those of
+    `new` whose fingerprint is wanted, `block_words` of them to `BLOCK_UNITS` units; empty for none.
+    Returns the unit to go on from (the number of units when done), how many are filled now, and
+    what the words that were passed add to both sums: they are in the cache just then.
     """
     sum_0 = _U64(0)
     sum_1 = _U64(0)
     positions, old, fresh = out
-    words = _U64(base.size)
-    per_word = _U64(64) >> log2_bits
-    room = np.int64(positions.size) - np.int64(_BLOCK * per_word)  # below 0: not even a block's
-    changed = np.empty(BLOCK_WORDS, np.uint64)
-    at = _U64(start)
-    count = _U64(filled)
-    while at < words and np.int64(count) <= room:
-        end = min(at + _BLOCK, words)
-        if summed:
-            for word in range(at, end):
-                z = _KEY + (_U64(2) * word + _ONE) * _GAMMA
-                y = z + _GAMMA
-                z = (z ^ (z >> _S30)) * _MIX_1
-                y = (y ^ (y >> _S30)) * _MIX_1
-                z = (z ^ (z >> _S27)) * _MIX_2
-                y = (y ^ (y >> _S27)) * _MIX_2
-                z = z ^ (z >> _S31)
-                y = y ^ (y >> _S31)
-                lower = new[word] & _LOW_32
-                upper = new[word] >> _S32
-                sum_0 += (z & _LOW_32) * lower + (y & _LOW_32) * upper
-                sum_1 += (z >> _S32) * lower + (y >> _S32) * upper
-        listed = _U64(0)
-        while at < end:
-            line_end = min(at + _LINE, end)
-            different = _U64(0)
-            if line_end - at == _LINE:
-                for k in range(_LINE):
-                    different |= base[at + k] ^ new[at + k]
-            else:
-                different = _ONE
-            if different:
-                for word in range(at, line_end):
-                    # Written always, kept when it differs: no branch that is guessed wrongly.
-                    changed[listed] = word
-                    listed += _U64(base[word] != new[word])
-            at = line_end
-        for index in range(listed):
-            word = changed[index]
-            before = base[word]
-            after = new[word]
-            different = before ^ after
-            while different:
-                unit = _trailing_zeros(different) >> log2_bits
-                shift = unit << log2_bits
-                positions[count] = word * per_word + unit
-                old[count] = (before >> shift) & mask
-                fresh[count] = (after >> shift) & mask
-                count += _ONE
-                different &= ~(mask << shift)
+    masks = np.empty(_MASKS, np.uint64)
+    at = start
+    count = filled
+    while at < base.size and count + BLOCK_UNITS + SLACK <= positions.size:
+        end = min(at + BLOCK_UNITS, base.size)
+        full = (end - at) // 64
+        for k in range(full):
+            masks[k] = _differing(base, new, at + 64 * k)
+        first_word = at // BLOCK_UNITS * block_words
+        more_0, more_1 = sum_run(words[first_word : first_word + block_words], first_word)
+        sum_0 += more_0
+        sum_1 += more_1
+        first = count
+        for k in range(full):
+            mask = masks[k]
+            here = count
+            count += np.int64(_ones(mask))
+            while mask:
+                # Written always, kept when there are so many: few branches are guessed wrongly.
+                for _ in range(SLACK):
+                    positions[here] = at + 64 * k + np.int64(_trailing_zeros(mask))
+                    here += 1
+                    mask &= mask - _ONE
+        for unit in range(at + 64 * full, end):
+            if base[unit] != new[unit]:
+                positions[count] = unit
+                count += 1
+        for k in range(first, count):
+            old[k] = base[positions[k]]
+            fresh[k] = new[positions[k]]
+        at = end
     return at, count, sum_0, sum_1
 
 
@@ -129,17 +136,26 @@ def moved_units(
     sum_1 = _U64(0)
     width_bits = _S32 >> log2_per_word
     within = (_ONE << log2_per_word) - _ONE
-    for k in range(positions.size):
-        position = _U64(positions[k])
-        before = units[position]
-        new[k] = before + differences[k]
-        z = _KEY + ((position >> log2_per_word) + _ONE) * _GAMMA
-        z = (z ^ (z >> _S30)) * _MIX_1
-        z = (z ^ (z >> _S27)) * _MIX_2
-        z = z ^ (z >> _S31)
-        delta = (_U64(new[k]) - _U64(before)) << ((position & within) * width_bits)
-        sum_0 += (z & _LOW_32) * delta
-        sum_1 += (z >> _S32) * delta
+    old = np.empty(_MOVED, units.dtype)
+    start, width = _U64(units.ctypes.data), _U64(units.itemsize)
+    last = positions.size - 1
+    for first in range(0, positions.size, _MOVED):
+        size = min(_MOVED, positions.size - first)
+        for k in range(size):  # waits for memory; what follows is in the cache
+            ahead = positions[min(first + k + _AHEAD, last)]
+            prefetch(start + width * _U64(ahead))
+            old[k] = units[positions[first + k]]
+        for k in range(size):
+            new[first + k] = old[k] + differences[first + k]
+        for k in range(size):
+            position = _U64(positions[first + k])
+            z = _KEY + ((position >> log2_per_word) + _ONE) * _GAMMA
+            z = (z ^ (z >> _S30)) * _MIX_1
+            z = (z ^ (z >> _S27)) * _MIX_2
+            z = z ^ (z >> _S31)
+            delta = (_U64(new[first + k]) - _U64(old[k])) << ((position & within) * width_bits)
+            sum_0 += (z & _LOW_32) * delta
+            sum_1 += (z >> _S32) * delta
     return sum_0, sum_1
 
 
@@ -147,19 +163,20 @@ def moved_units(
 def put_units(units: Any, positions: Any, new: Any) -> None:
     """Write units at positions."""
     for k in range(positions.size):
-        units[_U64(positions[k])] = new[k]
+        units[positions[k]] = new[k]
 
 
 @compiled
 def widest(positions: Any, differences: Any, sign_bit: Any) -> tuple[Any, Any]:
     """The bits that any gap has, and those that any folded difference has (see `split_planes`)."""
-    gaps = _U64(0)
+    if positions.size == 0:
+        return _U64(0), _U64(0)
+    gaps = _U64(positions[0])
     folded = _U64(0)
     unit = ((_ONE << sign_bit) << _ONE) - _ONE
-    after = np.int64(0)
+    for k in range(1, positions.size):
+        gaps |= _U64(positions[k] - positions[k - 1] - 1)
     for k in range(positions.size):
-        gaps |= _U64(positions[k] - after)
-        after = positions[k] + 1
         difference = _U64(differences[k])
         folded |= ((difference << _ONE) ^ (_U64(0) - (difference >> sign_bit))) & unit
     return gaps, folded
@@ -172,36 +189,51 @@ def split_planes(
     """Fill byte planes with the gaps before positions and with the folded differences.
 
     A difference d of a unit of `sign_bit + 1` bits is folded to 2d, or to -2d - 1 where its sign
-    bit is set: small steps in both directions become small numbers.
+    bit is set: small steps in both directions become small numbers. Plane after plane, so that each
+    loop is one of vectors.
     """
-    after = np.int64(0)
-    for k in range(positions.size):
-        gap = _U64(positions[k] - after)
-        after = positions[k] + 1
-        for plane in range(gap_planes.shape[0]):
-            gap_planes[plane, k] = gap & _U64(0xFF)
-            gap >>= _U64(8)
-        difference = _U64(differences[k])
-        folded = (difference << _ONE) ^ (_U64(0) - (difference >> sign_bit))
-        for plane in range(value_planes.shape[0]):
-            value_planes[plane, k] = folded & _U64(0xFF)
-            folded >>= _U64(8)
+    if positions.size == 0:
+        return
+    for index in range(gap_planes.shape[0]):
+        plane = gap_planes[index]
+        shift = _U64(8 * index)
+        plane[0] = _U64(positions[0]) >> shift
+        for k in range(1, positions.size):
+            plane[k] = _U64(positions[k] - positions[k - 1] - 1) >> shift
+    for index in range(value_planes.shape[0]):
+        plane = value_planes[index]
+        shift = _U64(8 * index)
+        for k in range(positions.size):
+            difference = _U64(differences[k])
+            folded = (difference << _ONE) ^ (_U64(0) - (difference >> sign_bit))
+            plane[k] = folded >> shift
 
 
 @compiled
-def join_planes(gap_planes: Any, value_planes: Any, units: Any, positions: Any, folded: Any) -> Any:
-    """The reverse: positions and differences; False when a position lies outside of the units."""
+def join_planes(planes: Any, split: Any, units: Any, positions: Any, folded: Any) -> Any:
+    """The reverse: positions and differences; False when a position lies outside of the units.
+
+    `planes` holds those of gaps, `split` of them, and then those of differences.
+    """
+    positions[:] = 0
+    for index in range(split):
+        plane = planes[index]
+        for k in range(positions.size):
+            positions[k] |= np.int64(plane[k]) << (8 * index)
     after = np.int64(0)
     for k in range(positions.size):
-        gap = _U64(0)
-        for plane in range(gap_planes.shape[0]):
-            gap |= _U64(gap_planes[plane, k]) << _U64(8 * plane)
-        if gap >= _U64(units - after):
+        gap = positions[k]
+        if gap < 0 or gap >= units - after:
             return False
-        positions[k] = after + np.int64(gap)
-        after = positions[k] + 1
-        value = _U64(0)
-        for plane in range(value_planes.shape[0]):
-            value |= _U64(value_planes[plane, k]) << _U64(8 * plane)
+        positions[k] = after + gap
+        after += gap + 1
+    folded[:] = 0
+    for index in range(split, planes.shape[0]):
+        plane = planes[index]
+        shift = _U64(8 * (index - split))
+        for k in range(folded.size):
+            folded[k] |= _U64(plane[k]) << shift
+    for k in range(folded.size):
+        value = _U64(folded[k])
         folded[k] = (value >> _ONE) ^ (_U64(0) - (value & _ONE))
     return True

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shiftbook.checkpoint.compare import root
-from shiftbook.checkpoint.elastic import Place, VirtualRanks
+from shiftbook.checkpoint.elastic import Place, Reduction, VirtualRanks
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.jobs.grpo import GrpoLoss
 from shiftbook.jobs.model import ModelConfig, PolicyModel, parameter_shapes
@@ -32,6 +32,7 @@ def make_trainer(
     masters: Mapping[str, Tensor] | None = None,
     moments: Mapping[str, Tensor] | None = None,
     updates: int = 0,
+    reduction: Reduction = "tree",
 ) -> VirtualRanks:
     """Virtual ranks around the decoder with ``policy`` (bfloat16).
 
@@ -54,6 +55,7 @@ def make_trainer(
         precision=torch.bfloat16,
         updates=updates,
         place=place,
+        reduction=reduction,
     )
 
 

@@ -62,6 +62,18 @@ def test_large_tensors_in_pieces(monkeypatch: pytest.MonkeyPatch, share: bool) -
     assert fingerprint_tensors({}, threads=2, share_hashes=share) == {}
 
 
+def test_lazy_views_and_parameters() -> None:
+    """Conjugated and negated views hold other bits than their memory; parameters hold theirs."""
+    pair = random_tensor(torch.complex64, (4, 3), 11).nan_to_num()
+    weight = torch.nn.Parameter(torch.randn(5, 2))
+    lazy = {"conj": pair.conj(), "neg": pair.conj().imag, "parameter": weight, "odd": weight[1:, 0]}
+    assert lazy["conj"].is_conj()
+    assert lazy["neg"].is_neg()
+    expected = {name: fingerprint(tensor.detach().clone()).hex for name, tensor in lazy.items()}
+    assert fingerprint_tensors(lazy) == expected
+    assert expected["conj"] != fingerprint(pair).hex
+
+
 def device_sums_of(tensor: torch.Tensor, runs: Runs) -> tuple[int, int]:
     local = tuple(tensor.shape)
     bits = device_bits(tensor)

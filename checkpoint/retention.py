@@ -1,0 +1,74 @@
+"""Retention that asks the ledger: which bundles lineage and golden traces still need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.shelf import list_bundles, retain
+from shiftbook.ledger.events.job import AttemptStarted
+from shiftbook.ledger.events.state import CheckpointRestored
+from shiftbook.ledger.ledger import Ledger
+
+
+def needed_bundles(ledger: Ledger) -> set[str]:
+    """Ids of the bundles that the lineage of any job in the ledger needs.
+
+    These are all that an attempt began from or that were restored, in their own job or in a fork,
+    and of each job that is not closed the newest of its effective lineage, from which it would go
+    on. The bundle that an attempt began from stays when the job is closed: the verifier compares
+    what came out of the restore with it.
+    """
+    needed = set()
+    for stored in ledger.read(types=("AttemptStarted", "CheckpointRestored")):
+        event = stored.parsed()
+        if isinstance(event, AttemptStarted | CheckpointRestored) and event.bundle is not None:
+            needed.add(event.bundle)
+    for job in ledger.state().jobs.values():
+        if job.status != "closed" and job.last_bundle is not None:
+            needed.add(job.last_bundle.bundle)
+    return needed
+
+
+def named_bundles(trace: Path, bundles: Collection[str]) -> set[str]:
+    """Those of the bundle ids that a golden trace names, in full or by their first 12 digits."""
+    try:
+        text = trace.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(
+            f"expected a golden trace, could not read {trace} ({error}); nothing was deleted",
+            path=str(trace),
+        ) from error
+    return {bundle for bundle in bundles if bundle[:12] in text}
+
+
+def retain_needed(
+    root_dir: str | os.PathLike[str],
+    keep: int,
+    ledger: Ledger,
+    *,
+    golden: Iterable[Path] = (),
+    protected: Collection[str] = (),
+) -> list[Path]:
+    """`retain`, which never deletes what the ledger's lineage or a golden trace needs.
+
+    A bundle is needed when its id is, or when the ledger has the needed one at its path. Bundles
+    of jobs that the ledger does not know stay as well. Returns what was deleted, oldest first.
+    """
+    saved = list_bundles(root_dir)
+    needed = needed_bundles(ledger) | set(protected)
+    jobs = ledger.state().jobs
+    places = {
+        Path(event.path).resolve()
+        for job in jobs.values()
+        for event in job.bundles.values()
+        if event.bundle in needed
+    }
+    for trace in golden:
+        needed |= named_bundles(trace, [bundle.bundle_id for bundle in saved])
+    for bundle in saved:
+        if bundle.path.resolve() in places or bundle.manifest.job not in jobs:
+            needed.add(bundle.bundle_id)
+    return retain(root_dir, keep, protected=needed)

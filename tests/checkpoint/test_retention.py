@@ -1,0 +1,113 @@
+"""Goal: retention never deletes a bundle that the ledger's lineage or a golden trace needs.
+
+Method: six bundles of a job whose second attempt began from one, while a fork restored another; a
+golden trace names a third. The oldest alone is needed by nobody, others become so one by one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from shiftbook.checkpoint.bundle import save_bundle
+from shiftbook.checkpoint.commands import checkpoint
+from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.retention import needed_bundles, retain_needed
+from shiftbook.checkpoint.shelf import SavedBundle, list_bundles
+from shiftbook.ledger.events.job import JobClosed
+from shiftbook.ledger.events.state import CheckpointRestored
+from shiftbook.ledger.topology import Topology
+from tests.checkpoint.bundle_states import fields, state
+from tests.ledger.gate_cases import FINGERPRINT, HALF, bundle, open_gate, opened, start
+
+JOB = "arithmetic"
+OTHER = Topology.of({"rollout": ["m/0"], "trainer": ["m/1"], "tool": []})
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> list[SavedBundle]:
+    return [save_bundle(tmp_path / "shelf", fields(k), state(k)) for k in range(6)]
+
+
+def left(shelf: list[SavedBundle]) -> set[int]:
+    there = {one.bundle_id for one in list_bundles(shelf[0].path.parent)}
+    return {k for k, one in enumerate(shelf) if one.bundle_id in there}
+
+
+def restart(gate: object, job: str, attempt: str, parent: str, from_: str) -> None:
+    gate.start_attempt(  # type: ignore[attr-defined]
+        job,
+        attempt,
+        parent=parent,
+        bundle=from_,
+        iteration=1,
+        topology=HALF,
+        policy_version=0,
+        policy_fingerprint=FINGERPRINT,
+        pid=2,
+    )
+
+
+def test_what_lineage_and_traces_need_stays(tmp_path: Path, shelf: list[SavedBundle]) -> None:
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    folder = shelf[0].path.parent
+    gate = open_gate(url)
+    ledger = gate.ledger
+    gate.open_job(JOB, opened())
+    start(gate, JOB, "a0")
+    for k in range(4):
+        ledger.append(JOB, [bundle("a0", 0, shelf[k].bundle_id)])
+    restart(gate, JOB, "a1", "a0", shelf[1].bundle_id)
+    ledger.append(JOB, [bundle("a1", 0, shelf[4].bundle_id)])
+    gate.open_job("fork", opened(("m/0", "m/1"), OTHER))
+    start(gate, "fork", "f0", OTHER)
+    ledger.append(
+        "fork",
+        [
+            CheckpointRestored(
+                attempt="f0",
+                bundle=shelf[2].bundle_id,
+                kind="transfer",
+                iteration=0,
+                policy_version=0,
+                parts={"model": FINGERPRINT},
+                cursor=0,
+                restore_s=0.1,
+            )
+        ],
+    )
+    assert needed_bundles(ledger) == {shelf[k].bundle_id for k in (1, 2, 4)}
+
+    trace = tmp_path / "small.golden"
+    trace.write_text(f"format 1\nbase {shelf[3].bundle_id[:12]}\n")
+    command = ["retain", str(folder), "--keep", "1", "--ledger", url]
+    done = CliRunner().invoke(checkpoint, [*command, "--golden", str(trace)])
+    assert done.exit_code == 0, done.output
+    assert done.output.split() == [str(shelf[0].path)]
+    assert left(shelf) == {1, 2, 3, 4, 5}
+    assert retain_needed(folder, 1, ledger) == [shelf[3].path]
+    with pytest.raises(BundleError, match="nothing was deleted"):
+        retain_needed(folder, 1, ledger, golden=[tmp_path / "nowhere"])
+
+    ledger.append(
+        JOB,
+        [
+            JobClosed(
+                outcome="finished", iterations=1, policy_version=0, policy_fingerprint=FINGERPRINT
+            )
+        ],
+    )
+    assert retain_needed(folder, 1, ledger) == [shelf[4].path]
+    assert left(shelf) == {1, 2, 5}
+    ledger.close()
+
+
+def test_bundles_of_unknown_jobs_stay(tmp_path: Path, shelf: list[SavedBundle]) -> None:
+    """Another ledger than theirs has nothing to say about them."""
+    gate = open_gate(f"sqlite:///{tmp_path}/ledger.db")
+    gate.open_job("another", opened())
+    assert retain_needed(shelf[0].path.parent, 1, gate.ledger) == []
+    assert left(shelf) == set(range(6))
+    gate.ledger.close()
