@@ -166,11 +166,14 @@ class JobDoor(Door):
         """Record what a shadow showed; where it disagreed the job enters safe mode with it.
 
         Both stand or neither. A job that has ended, or is in safe mode already, is only told of.
-        None where that window of the record was compared already.
+        None where that window of the record was compared already. Raise UnknownJob, and IllegalStep
+        where the job saved no such bundle at that iteration.
         """
 
         def decide(state: LedgerState) -> Decision | None:
             current = state.job(job)
+            if current.status == "unopened":
+                raise UnknownJob(job, list(state.jobs))
             if current.shadows.get(compared.iteration) == compared.last_update:
                 return None
             drafts = [Draft(compared, cause=compared.last_update)]

@@ -8,6 +8,7 @@ with all windows that were recorded before.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -128,7 +129,8 @@ class Shadow:
         self._runs = 0
         self._stale = False
         """True where the record changed while a window was looked at."""
-        self._traces: dict[tuple[str, int], tuple[Trace, float]] = {}
+        self._last: tuple[str, int, Trace, float] | None = None
+        """The last run: bundle, iterations, what it showed, seconds."""
         self._failed: dict[tuple[str, int], ReplayError] = {}
         """Why a window could not be run; it is not tried again."""
         self._place = tempfile.TemporaryDirectory(prefix="shiftbook-shadow-")
@@ -169,6 +171,8 @@ class Shadow:
                 if key in seen or stop.is_set():
                     continue
                 outcome = self._look_at(span, early=follow and not self._record.closed)
+                if self._stale:
+                    break  # before another window is run: this one's shadow has just ended
                 if outcome is None:
                     continue
                 seen[key] = outcome
@@ -219,19 +223,21 @@ class Shadow:
         """What the static schedule shows of a window, and the seconds that it took."""
         saved = span.saved
         assert saved is not None
-        key = (saved.bundle, len(span.window))
+        key = saved.bundle, len(span.window)
         if key in self._failed:
             raise self._failed[key]
-        if key in self._traces:
-            return self._traces[key]
+        if self._last is not None and self._last[0] == saved.bundle and self._last[1] >= key[1]:
+            return self._last[2:]
         try:
             self._check_bundle(saved)
+            # The tensors that the run before kept were compared, or are of no use any more.
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._runs += 1
             began_s = time.monotonic()
             trace = run_apart(
                 self._target,
                 Asked(seed=self._plan.seed, steps=len(span.window), start=span.start),
-                Path(self._place.name) / f"run-{self._runs}",
+                self._folder,
                 config=self._record.opened.config,
                 number=self._runs,
                 limit_s=self._limit_s,
@@ -241,8 +247,12 @@ class Shadow:
         except ReplayError as error:
             self._failed[key] = error
             raise
-        self._traces = {key: (trace, wall_s)}  # one window at a time: those before were told
+        self._last = (*key, trace, wall_s)  # one window at a time: those before were told
         return trace, wall_s
+
+    @property
+    def _folder(self) -> Path:
+        return Path(self._place.name) / f"run-{self._runs}"
 
     def _check_bundle(self, saved: CheckpointSaved) -> None:
         """Raise NotRestorable where what lies at the bundle's place is not, or no more, it.

@@ -149,6 +149,7 @@ def test_a_shadow_follows_a_job_to_its_end(tmp_path: Path) -> None:
         live.close()
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
+        assert shadow._runs == 2  # each once, however often the record was looked at
     assert words(outcomes) == [(0, "agreed"), (2, "agreed")]
     assert [len(one.window) for one in outcomes] == [2, 1]
     assert row(live).status == "checked"
