@@ -245,7 +245,8 @@ def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
         job_path="shiftbook.jobs.loop:TrainingLoop",
         # What the ledger keeps says where it stands, and not who may come in.
         config=config.model_dump(mode="json") | {"ledger_url": public_url(config.ledger_url)},
-        replay="shiftbook.jobs.replay:reference_job",
+        # What vLLM draws depends on what shares a batch: no other run gives the same bits.
+        replay="shiftbook.jobs.replay:reference_job" if config.engine == "torch" else None,
     )
 
 
