@@ -465,7 +465,7 @@ def test_poison_and_what_an_operator_may_do(gate: Gate) -> None:
     assert gate.poisoned(grant, "neither way").repeated
     with pytest.raises(Rejected, match=r"rule quarantine: n/0 was poisoned by move-3"):
         gate.propose("j", proposal())
-    with pytest.raises(IllegalStep, match="lease"):
+    with pytest.raises(IllegalStep, match="quarantine: expected n/0 usable, found poisoned"):
         start(gate, "j", "a2")
     with pytest.raises(IllegalStep, match="quarantine"):
         gate.lift_quarantine("j", grant.operation, by="gate", reason="x")

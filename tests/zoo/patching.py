@@ -10,6 +10,8 @@ from tests.zoo.now import NOW
 
 Wrapper = Callable[..., Any]
 """f(original, *arguments): stands in for a function of the job."""
+INHERITED = object()
+"""Stands for what a class has from another one: it is taken away again, not put back."""
 
 
 class Patcher:
@@ -21,7 +23,7 @@ class Patcher:
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> None:
         """Stand ``wrapper(original, ...)`` in for ``owner.name``."""
         original = getattr(owner, name)
-        self._done.append((owner, name, vars(owner)[name]))
+        self._done.append((owner, name, vars(owner).get(name, INHERITED)))
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
@@ -32,7 +34,10 @@ class Patcher:
         """Put everything back."""
         while self._done:
             owner, name, original = self._done.pop()
-            setattr(owner, name, original)
+            if original is INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
 
 
 def fire() -> None:
