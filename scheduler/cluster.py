@@ -32,6 +32,8 @@ SLOT_RESOURCE = "shiftbook_slot"
 CLUSTER_VARIABLE = "SHIFTBOOK_CLUSTER"
 """Environment variable by which the processes of a cluster are known."""
 NODE_PREFIX = "shiftbook_node_"
+HEAD_NODE = "n0"
+"""Name of the head's node in the names of its slots."""
 CONNECT_LIMIT_S = 20.0
 START_LIMIT_S = 60.0
 STOP_LIMIT_S = 2.0
@@ -141,7 +143,7 @@ def environment(token_path: Path, temp_dir: str) -> dict[str, str]:
     }
 
 
-def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
+def start_head(slots: int) -> ClusterFile:
     """Start a head with ``slots`` slots on this machine and wait until it answers.
 
     Raises ClusterError with the end of Ray's own output when it does not come up.
@@ -150,7 +152,7 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
     temp_dir = Path(tempfile.mkdtemp(prefix="sb-", dir="/tmp"))
     token_path = token_file()
     port = _free_port()
-    resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{node}": 1}
+    resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{HEAD_NODE}": 1}
     command = [
         str(Path(sys.executable).with_name("ray")),
         "start",
@@ -184,7 +186,7 @@ def start_head(slots: int, *, node: str = "n0") -> ClusterFile:
         ) from error
     if done.returncode != 0:
         tail = done.stdout.decode(errors="replace").strip().splitlines()[-3:]
-        raise ClusterError(f"the Ray node {node} did not start: {' / '.join(tail)}")
+        raise ClusterError(f"the Ray head did not start: {' / '.join(tail)}")
     return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
 
 
