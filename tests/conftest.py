@@ -7,6 +7,7 @@ that many seconds after the session began is skipped, and the summary says so. W
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -21,6 +22,13 @@ ORDER: tuple[frozenset[str], ...] = (
 
 BUDGET = "SHIFTBOOK_TEST_BUDGET_S"
 BEGAN_S = time.monotonic()
+
+
+def pytest_configure() -> None:
+    """A shell starts what runs in its background with SIGINT ignored, and so would every command
+    be that a test starts and interrupts."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def place(item: pytest.Item) -> int:

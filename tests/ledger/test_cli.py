@@ -43,6 +43,7 @@ from tests.ledger.sample_ledger import (
 )
 
 ALL_ROLLOUT = ("--after", "rollout=n/0,n/1 inference= trainer=", "--owed", "inference=0 trainer=0")
+DEADLINE_S = 60.0
 SHIFTBOOK = [sys.executable, "-c", "from shiftbook.ledger.cli import main; main()"]
 
 
@@ -246,6 +247,8 @@ def test_follow_prints_what_is_appended(live: Path) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
+        watchdog = threading.Timer(DEADLINE_S, process.kill)
+        watchdog.start()
         with Ledger.open(f"sqlite:///{live}") as ledger:
             writer = Writer(ledger, Clock(), "job", "dynamic", random.Random(1))
             positions = [writer.window(0, 0.1, remaining) for remaining in (3, 2, 1)]
@@ -253,6 +256,7 @@ def test_follow_prints_what_is_appended(live: Path) -> None:
         assert [line["position"] for line in lines] == positions
         process.send_signal(signal.SIGINT)
         assert process.stderr.read().strip() == ""
+    watchdog.cancel()
     assert process.returncode == 130
 
 
