@@ -204,8 +204,14 @@ class Controller:
 
     def _boundary(self, name: str) -> None:
         aimed = self._signal_at.pop(name, None)
-        if aimed is not None:
-            os.kill(*aimed)
+        if aimed is None:
+            return
+        pid, number = aimed
+        if pid == os.getpid():
+            # To the process it would stop some thread first, and this one would go on for a while.
+            signal.pthread_kill(threading.get_ident(), number)
+        else:
+            os.kill(pid, number)
 
 
 def _asked_by_operator(job: JobState) -> OperationState | None:
