@@ -265,7 +265,8 @@ def read_run(ledger: Ledger, job: str, schedule: str, how: str) -> Run:
 
 def read_moves(ledger: Ledger) -> dict[str, Any]:
     """Counts, bytes, stall and gains of the moves, from the mirror."""
-    with Mirror.open(ledger, in_memory=True) as mirror:
+    tables = ("reallocations", "weight_syncs")
+    with Mirror.open(ledger, tables, in_memory=True) as mirror:
         rows = mirror.rows(
             "select status, strategy, moved_bytes, stall_s, predicted_gain_s - predicted_cost_s "
             "as net_gain_s, realised_gain_s from reallocations"

@@ -215,10 +215,11 @@ class Ledger:
             reverse=reverse,
         )
 
-    def pages(self, after: int = -1, *, until: int) -> Iterator[list[tuple[int, bytes]]]:
-        """Positions and stored bytes alone of a stretch of events, thousands at a time.
+    def pages(self, after: int = -1, *, until: int) -> Iterator[tuple[Sequence[int], bytes]]:
+        """Stored bytes alone of a stretch of events, thousands at a time.
 
-        The stretch ends at ``until`` or at the head.
+        A page is the sizes of its events in bytes, and their bytes one after the other. The stretch
+        ends at ``until`` or at the head.
         """
         return self._store.pages(after, until)
 

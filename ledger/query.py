@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,18 @@ from typing import Any
 import duckdb
 
 from shiftbook.ledger.errors import InvalidQuery
-from shiftbook.ledger.mirror import TABLES, Mirror
+from shiftbook.ledger.mirror import Mirror
+from shiftbook.ledger.mirror_build import TABLES
 
 FETCH_ROWS = 10_000
 """Rows taken from DuckDB at a time: bounds the memory of a long result."""
+
+_WORD = re.compile(r"\w+")
+_PART_OF = {"segments": "samples", "sample_rows": "samples"}
+"""Tables from which another one is joined."""
+
+_REACHES_ANY = re.compile(r"query|query_table|show|summarize|duckdb_\w+|pragma_\w+|sqlite_master")
+"""Words of a query that reads tables which it may not name."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,18 @@ class Answer:
     columns: tuple[str, ...]
     types: tuple[str, ...]
     rows: Iterator[tuple[Any, ...]]
+
+
+def tables_of(sql: str) -> tuple[str, ...]:
+    """Tables of the mirror that a query may read: those that it names, in whatever place.
+
+    All of them where it names none, or has a word by which it could reach one whose name it makes.
+    """
+    words = set(_WORD.findall(sql.casefold()))
+    named = {_PART_OF.get(word, word) for word in words}.intersection(TABLES)
+    if not named or any(_REACHES_ANY.fullmatch(word) for word in words):
+        return TABLES
+    return tuple(name for name in TABLES if name in named)
 
 
 def run_query(mirror: Mirror, sql: str) -> Answer:

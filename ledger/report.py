@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from shiftbook.ledger.cli_options import cell_text, clock_text
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.mirror import Mirror
-from shiftbook.ledger.report_data import JobStory, Row, read_stories, steady_median_s
+from shiftbook.ledger.report_data import READS, JobStory, Row, read_stories, steady_median_s
 from shiftbook.ledger.summary import seconds_text, size_text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def render_report(
     ledger: Ledger, *, verdict: Verdict | None = None, jobs: Sequence[str] | None = None
 ) -> str:
     """The page as text."""
-    with Mirror.open(ledger) as mirror:
+    with Mirror.open(ledger, (*READS, "findings")) as mirror:
         stories = read_stories(mirror, jobs)
         recorded = verdict if verdict is not None else recorded_verdict(mirror, jobs)
         size = mirror.size

@@ -71,6 +71,10 @@ class JobStory:
         return (min(counts), max(counts)) if counts else (0, 0)
 
 
+READS = ("iterations", "windows", "reallocations", "weight_syncs")
+"""Tables of the mirror that the stories are made of, besides ``events``."""
+
+
 def read_stories(mirror: Mirror, jobs: Sequence[str] | None = None) -> list[JobStory]:
     """Read every job that was opened, or only the named ones, in ledger order."""
     opened = mirror.rows(

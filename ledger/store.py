@@ -7,7 +7,8 @@ import heapq
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from array import array
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -434,17 +435,19 @@ class Store:
                 after = found[-1][0]
             left = None if left is None else left - len(found)
 
-    def pages(self, after: int, until: int) -> Iterator[list[tuple[int, bytes]]]:
-        """Positions and bytes of ``after < position <= until``, a page of rows at a time.
+    def pages(self, after: int, until: int) -> Iterator[tuple[Sequence[int], bytes]]:
+        """Sizes, and bytes in a row, of the events of ``after < position <= until``, page by page.
 
-        What reads millions of events pays neither for a row's object nor for its other columns.
+        What hands millions of events on pays neither for an object of each row nor for its other
+        columns.
         """
         while after < until:
-            found = self._ask(self.statements.data, after=after, until=until, count=PAGE_ROWS)
-            if not found:
+            (found,) = self._ask(self.statements.page, after=after, until=until, count=PAGE_ROWS)
+            count, last, sizes, data = found
+            if not count:
                 return
-            yield found
-            after = found[-1][0]
+            yield array("i", map(int, sizes.split(","))), data
+            after = last
 
     def _reading(self, job: bool, types: int, operation: bool, reverse: bool) -> Statement:
         shape = (job, types, operation, reverse)

@@ -21,6 +21,7 @@ from sqlalchemy import (
     Text,
     UniqueConstraint,
     bindparam,
+    cast,
     func,
     insert,
     literal_column,
@@ -196,12 +197,7 @@ class Statements:
         )
         self.next_job = make(select(func.min(_e.job)).where(_e.job > of))
         self.first_of_job = make(select(_e.position).where(_e.job == of, _e.version == 0))
-        self.data = make(
-            select(_e.position, _e.data)
-            .where(_e.position > bindparam("after"), _e.position <= bindparam("until"))
-            .order_by(_e.position)
-            .limit(bindparam("count"))
-        )
+        self.page = make(_page(bindparam("after"), bindparam("until"), bindparam("count")))
         self.schema = make(select(META.c.value).where(META.c.name == "storage_schema"))
         self.add_meta = make(insert(META))
         self.revision = make(select(REVISION.c.version_num))
@@ -225,6 +221,29 @@ class Statements:
             for index in sorted(table.indexes, key=lambda index: str(index.name)):
                 texts.append(str(CreateIndex(index).compile(dialect=dialect.sql)))
         return [*texts, *dialect.triggers()]
+
+
+def _page(
+    after: BindParameter[int], until: BindParameter[int], count: BindParameter[int]
+) -> ClauseElement:
+    """Rows of a stretch as one: how many, the last position, the sizes, and all bytes in a row."""
+    rows = (
+        # An attacker's text is bytes as well, so that sizes count bytes.
+        select(_e.position, cast(_e.data, LargeBinary).label("data"))
+        .where(_e.position > after, _e.position <= until)
+        .order_by(_e.position)
+        .limit(count)
+        .subquery()
+    )
+    # Constants, since a separator that is a parameter is not compiled once.
+    comma: Any = literal_column("','")
+    nothing: Any = literal_column("''")
+    return select(
+        func.count(),
+        func.max(rows.c.position),
+        func.aggregate_strings(cast(func.length(rows.c.data), Text), comma),
+        cast(func.aggregate_strings(rows.c.data, nothing), LargeBinary),
+    )
 
 
 def _hidden(column: ColumnElement[str], hide: bool) -> ColumnElement[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,12 +32,13 @@ def sql(ledger_url: str, format_: Format, query: str) -> None:
     """Run a DuckDB SELECT over the ledger's tables (QUERY, @FILE, or - for stdin).
 
     Tables: events, reallocations, candidates, weight_syncs, weight_deliveries, iterations,
-    windows, leases, checkpoints, samples, findings. A query reads no file and changes nothing.
+    windows, leases, checkpoints, samples, findings, shadows. A query reads no file and changes
+    nothing.
     """
-    from shiftbook.ledger.query import run_query
+    from shiftbook.ledger.query import run_query, tables_of
 
     text = _query_text(query)
-    with open_book(ledger_url) as ledger, _mirrored(ledger) as mirror:
+    with open_book(ledger_url) as ledger, _mirrored(ledger, tables_of(text)) as mirror:
         if mirror.missing_segments:
             click.echo(
                 f"shiftbook: {mirror.missing_segments} evidence segments are missing or altered; "
@@ -47,11 +49,11 @@ def sql(ledger_url: str, format_: Format, query: str) -> None:
         emit(answer.rows, answer.columns, format_)
 
 
-def _mirrored(ledger: Ledger) -> Mirror:
+def _mirrored(ledger: Ledger, tables: Sequence[str]) -> Mirror:
     from shiftbook.ledger.mirror import Mirror
 
     with working("bringing the ledger's copy up to date"):
-        return Mirror.open(ledger)
+        return Mirror.open(ledger, tables)
 
 
 def _query_text(query: str) -> str:

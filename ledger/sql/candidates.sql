@@ -21,24 +21,38 @@ SELECT
     operation,
     ordinal,
     placement_text(placed),
-    candidate ->> '$.strategy',
-    number_at(candidate, '$.predicted_end_s'),
-    number_at(candidate, '$.predicted_gain_s'),
-    number_at(candidate, '$.predicted_cost_s'),
-    number_at(candidate, '$.probability'),
-    coalesce(flag_at(candidate, '$.chosen'), false),
-    candidate ->> '$.rejected_because'
+    candidate.strategy,
+    TRY_CAST(candidate.predicted_end_s AS DOUBLE),
+    TRY_CAST(candidate.predicted_gain_s AS DOUBLE),
+    TRY_CAST(candidate.predicted_cost_s AS DOUBLE),
+    TRY_CAST(candidate.probability AS DOUBLE),
+    coalesce(TRY_CAST(candidate.chosen AS BOOLEAN), false),
+    candidate.rejected_because
 FROM (
-    SELECT *, placement(candidate -> '$.after') AS placed
+    SELECT *, devices_of(candidate.after.components) AS placed
     FROM (
         SELECT
             position,
             job,
             operation,
-            unnest(TRY_CAST(body -> '$.candidates' AS JSON[])) AS candidate,
-            unnest(range(json_array_length(body -> '$.candidates')::BIGINT)) AS ordinal
-        FROM fresh
-        WHERE type = 'ReallocationProposed'
+            unnest(weighed) AS candidate,
+            unnest(range(len(weighed))) AS ordinal
+        FROM (
+            SELECT
+                position,
+                job,
+                operation,
+                json_transform(
+                    body -> '$.candidates',
+                    '[{"after": {"components": "MAP(VARCHAR, STRUCT(devices VARCHAR[])[])"},
+                       "strategy": "VARCHAR", "predicted_end_s": "VARCHAR",
+                       "predicted_gain_s": "VARCHAR", "predicted_cost_s": "VARCHAR",
+                       "probability": "VARCHAR", "chosen": "VARCHAR",
+                       "rejected_because": "VARCHAR"}]'
+                ) AS weighed
+            FROM fresh
+            WHERE type = 'ReallocationProposed'
+        )
     )
 )
 ORDER BY position, ordinal;

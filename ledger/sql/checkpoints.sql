@@ -17,23 +17,38 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     parts MAP(VARCHAR, VARCHAR)
 );
 
+-- Each body is taken apart in one pass; see reallocations.sql.
 INSERT INTO checkpoints
 SELECT
     position,
     job,
-    body ->> '$.attempt',
+    said.attempt,
     CASE type WHEN 'CheckpointSaved' THEN 'saved' ELSE 'restored' END,
-    body ->> '$.kind',
-    body ->> '$.bundle',
-    body ->> '$.parent',
-    body ->> '$.path',
-    whole_at(body, '$.iteration'),
-    whole_at(body, '$.policy_version'),
-    whole_at(body, '$.cursor'),
-    whole_at(body, '$.bytes'),
-    coalesce(number_at(body, '$.save_s'), number_at(body, '$.restore_s')),
+    said.kind,
+    said.bundle,
+    said.parent,
+    said.path,
+    TRY_CAST(said.iteration AS BIGINT),
+    TRY_CAST(said.policy_version AS BIGINT),
+    TRY_CAST(said.cursor AS BIGINT),
+    TRY_CAST(said.bytes AS BIGINT),
+    coalesce(TRY_CAST(said.save_s AS DOUBLE), TRY_CAST(said.restore_s AS DOUBLE)),
     recorded_ns,
-    TRY_CAST(body -> '$.parts' AS MAP(VARCHAR, VARCHAR))
-FROM fresh
-WHERE type IN ('CheckpointSaved', 'CheckpointRestored')
+    said.parts
+FROM (
+    SELECT
+        position,
+        job,
+        type,
+        recorded_ns,
+        json_transform(
+            body,
+            '{"attempt": "VARCHAR", "kind": "VARCHAR", "bundle": "VARCHAR", "parent": "VARCHAR",
+              "path": "VARCHAR", "iteration": "VARCHAR", "policy_version": "VARCHAR",
+              "cursor": "VARCHAR", "bytes": "VARCHAR", "save_s": "VARCHAR",
+              "restore_s": "VARCHAR", "parts": "MAP(VARCHAR, VARCHAR)"}'
+        ) AS said
+    FROM fresh
+    WHERE type IN ('CheckpointSaved', 'CheckpointRestored')
+)
 ORDER BY position;

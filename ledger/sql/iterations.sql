@@ -18,31 +18,47 @@ CREATE TABLE IF NOT EXISTS iterations (
     stall_s MAP(VARCHAR, DOUBLE)
 );
 
+-- Each body is taken apart in one pass; see reallocations.sql.
 INSERT INTO iterations
 SELECT
     position,
     job,
-    body ->> '$.attempt',
-    whole_at(body, '$.iteration'),
-    body ->> '$.schedule',
+    said.attempt,
+    TRY_CAST(said.iteration AS BIGINT),
+    said.schedule,
     occurred_ns,
-    number_at(body, '$.wall_s'),
-    whole_at(body, '$.samples_verified'),
-    number_at(body, '$.device_s'),
-    number_at(body, '$.reward_mean'),
-    whole_at(body, '$.policy_version'),
-    body ->> '$.policy_fingerprint',
-    whole_at(body, '$.moves_committed'),
+    TRY_CAST(said.wall_s AS DOUBLE),
+    TRY_CAST(said.samples_verified AS BIGINT),
+    TRY_CAST(said.device_s AS DOUBLE),
+    TRY_CAST(said.reward_mean AS DOUBLE),
+    TRY_CAST(said.policy_version AS BIGINT),
+    said.policy_fingerprint,
+    TRY_CAST(said.moves_committed AS BIGINT),
     map_from_entries(list_transform(
-        map_entries(components),
-        lambda entry: struct_pack(key := entry.key, value := number_at(entry.value, '$.busy_s'))
+        map_entries(said.components),
+        lambda entry: struct_pack(
+            key := entry.key, value := TRY_CAST(entry.value.busy_s AS DOUBLE)
+        )
     )),
     map_from_entries(list_transform(
-        map_entries(components),
-        lambda entry: struct_pack(key := entry.key, value := number_at(entry.value, '$.stall_s'))
+        map_entries(said.components),
+        lambda entry: struct_pack(
+            key := entry.key, value := TRY_CAST(entry.value.stall_s AS DOUBLE)
+        )
     ))
 FROM (
-    SELECT *, TRY_CAST(body -> '$.components' AS MAP(VARCHAR, JSON)) AS components
+    SELECT
+        position,
+        job,
+        occurred_ns,
+        json_transform(
+            body,
+            '{"attempt": "VARCHAR", "iteration": "VARCHAR", "schedule": "VARCHAR",
+              "wall_s": "VARCHAR", "samples_verified": "VARCHAR", "device_s": "VARCHAR",
+              "reward_mean": "VARCHAR", "policy_version": "VARCHAR",
+              "policy_fingerprint": "VARCHAR", "moves_committed": "VARCHAR",
+              "components": "MAP(VARCHAR, STRUCT(busy_s VARCHAR, stall_s VARCHAR))"}'
+        ) AS said
     FROM fresh
     WHERE type = 'IterationCompleted'
 )

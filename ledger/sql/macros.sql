@@ -12,19 +12,21 @@ CREATE OR REPLACE MACRO list_at(body, path) AS TRY_CAST(body -> path AS VARCHAR[
 
 CREATE OR REPLACE MACRO numbers_at(body, path) AS TRY_CAST(body -> path AS MAP(VARCHAR, DOUBLE));
 
--- A topology as {component: [device, ...]}.
-CREATE OR REPLACE MACRO placement(topology) AS map_from_entries(
+-- Components of a topology, {component: [{devices: [device, ...]}, ...]}, as
+-- {component: [device, ...]}.
+CREATE OR REPLACE MACRO devices_of(components) AS map_from_entries(
     list_transform(
-        map_entries(
-            TRY_CAST(
-                topology -> '$.components' AS MAP(VARCHAR, STRUCT(devices VARCHAR[])[])
-            )
-        ),
+        map_entries(components),
         lambda entry: struct_pack(
             key := entry.key,
             value := flatten(list_transform(entry.value, lambda replica: replica.devices))
         )
     )
+);
+
+-- The same of a topology in JSON.
+CREATE OR REPLACE MACRO placement(topology) AS devices_of(
+    TRY_CAST(topology -> '$.components' AS MAP(VARCHAR, STRUCT(devices VARCHAR[])[]))
 );
 
 -- A placement for people: rollout[n/0 n/1] trainer[n/1].

@@ -99,7 +99,9 @@ parts AS (
         json_transform(
             proposed,
             '{"attempt": "VARCHAR", "proposer": "VARCHAR", "strategy": "VARCHAR",
-              "before": "JSON", "after": "JSON", "bottleneck_before": "VARCHAR",
+              "before": {"components": "MAP(VARCHAR, STRUCT(devices VARCHAR[])[])"},
+              "after": {"components": "MAP(VARCHAR, STRUCT(devices VARCHAR[])[])"},
+              "bottleneck_before": "VARCHAR",
               "bottleneck_after": "VARCHAR", "predicted_throughput": "VARCHAR",
               "predicted_gain_s": "VARCHAR", "gain_interval": {"low": "VARCHAR", "high": "VARCHAR"},
               "predicted_cost_s": "VARCHAR", "horizon_s": "VARCHAR", "model_version": "VARCHAR",
@@ -108,11 +110,13 @@ parts AS (
         json_transform(quiesced, '{"quiesce_s": "VARCHAR", "kv_tokens_lost": "VARCHAR"}')
             AS quiesced,
         json_transform(
-            transferred, '{"transfer_s": "VARCHAR", "moved_bytes": "VARCHAR", "parts": "JSON"}'
+            transferred, '{"transfer_s": "VARCHAR", "moved_bytes": "VARCHAR",
+              "parts": "MAP(VARCHAR, BIGINT)"}'
         ) AS transferred,
         json_transform(
             committed,
-            '{"moved_bytes": "VARCHAR", "stall_s": "VARCHAR", "stalls": "JSON",
+            '{"moved_bytes": "VARCHAR", "stall_s": "VARCHAR",
+              "stalls": "MAP(VARCHAR, DOUBLE)",
               "kv_tokens_lost": "VARCHAR"}'
         ) AS committed,
         json_transform(rolled_back, '{"stall_s": "VARCHAR", "cause": "VARCHAR"}') AS rolled_back,
@@ -163,9 +167,9 @@ SELECT
     coalesce(
         TRY_CAST(committed.moved_bytes AS BIGINT), TRY_CAST(transferred.moved_bytes AS BIGINT)
     ),
-    TRY_CAST(transferred.parts AS MAP(VARCHAR, BIGINT)),
+    transferred.parts,
     coalesce(TRY_CAST(committed.stall_s AS DOUBLE), TRY_CAST(rolled_back.stall_s AS DOUBLE)),
-    TRY_CAST(committed.stalls AS MAP(VARCHAR, DOUBLE)),
+    committed.stalls,
     coalesce(
         TRY_CAST(committed.kv_tokens_lost AS BIGINT), TRY_CAST(quiesced.kv_tokens_lost AS BIGINT)
     ),
@@ -182,7 +186,10 @@ SELECT
         rejected.reason, abandoned ->> '$.reason', rolled_back.cause, poisoned ->> '$.cause'
     )
 FROM (
-    SELECT *, placement(proposed.before) AS placed_before, placement(proposed.after) AS placed_after
+    SELECT
+        *,
+        devices_of(proposed.before.components) AS placed_before,
+        devices_of(proposed.after.components) AS placed_after
     FROM parts
 )
 ORDER BY position;

@@ -39,18 +39,28 @@ SELECT
     position,
     job,
     type,
-    body ->> '$.attempt',
-    whole_at(body, '$.iteration'),
-    body ->> '$.segment.sha256',
-    whole_at(body, '$.segment.rows'),
-    list_at(body, '$.segment.columns'),
-    whole_at(body, '$.segment.bytes'),
+    said.attempt,
+    TRY_CAST(said.iteration AS BIGINT),
+    said.segment.sha256,
+    TRY_CAST(said.segment.rows AS BIGINT),
+    said.segment.columns,
+    TRY_CAST(said.segment.bytes AS BIGINT),
     false,
     NULL
-FROM fresh
-WHERE
-    type IN ('SamplesGenerated', 'SamplesRewarded', 'BatchConsumed')
-    AND body ->> '$.segment.sha256' IS NOT NULL;
+FROM (
+    SELECT
+        position,
+        job,
+        type,
+        json_transform(
+            body,
+            '{"attempt": "VARCHAR", "iteration": "VARCHAR", "segment": {"sha256": "VARCHAR",
+              "rows": "VARCHAR", "columns": ["VARCHAR"], "bytes": "VARCHAR"}}'
+        ) AS said
+    FROM fresh
+    WHERE type IN ('SamplesGenerated', 'SamplesRewarded', 'BatchConsumed')
+)
+WHERE said.segment.sha256 IS NOT NULL;
 
 CREATE VIEW IF NOT EXISTS samples AS
 SELECT

@@ -29,21 +29,43 @@ WITH asked AS (
     SELECT
         job,
         operation,
-        position AS started_position,
-        whole_at(body, '$.version') AS version,
-        occurred_ns AS started_ns,
-        unnest(list_at(body, '$.targets')) AS target
-    FROM steps
-    WHERE type = 'WeightSyncStarted'
+        started_position,
+        TRY_CAST(said.version AS BIGINT) AS version,
+        started_ns,
+        unnest(said.targets) AS target
+    FROM (
+        SELECT
+            job,
+            operation,
+            position AS started_position,
+            occurred_ns AS started_ns,
+            json_transform(body, '{"version": "VARCHAR", "targets": ["VARCHAR"]}') AS said
+        FROM steps
+        WHERE type = 'WeightSyncStarted'
+    )
 ),
 
 -- An engine may take a version twice, the first having come damaged: the last counts.
 came AS (
-    SELECT *, body ->> '$.target' AS target
-    FROM steps
-    WHERE type = 'WeightSyncDelivered'
+    SELECT *, said.target AS target
+    FROM (
+        SELECT
+            job,
+            operation,
+            position,
+            occurred_ns,
+            json_transform(
+                body,
+                '{"target": "VARCHAR", "incarnation": "VARCHAR", "encoding": "VARCHAR",
+                  "transport": "VARCHAR", "fingerprint_of": "VARCHAR", "root": "VARCHAR",
+                  "differing": "JSON", "nan": "VARCHAR", "moved_bytes": "VARCHAR",
+                  "full_bytes": "VARCHAR", "sync_s": "VARCHAR"}'
+            ) AS said
+        FROM steps
+        WHERE type = 'WeightSyncDelivered'
+    )
     QUALIFY row_number() OVER (
-        PARTITION BY job, operation, body ->> '$.target' ORDER BY position DESC
+        PARTITION BY job, operation, said.target ORDER BY position DESC
     ) = 1
 ),
 
@@ -78,18 +100,18 @@ SELECT
     asked.operation,
     asked.version,
     asked.target,
-    came.body ->> '$.incarnation',
+    came.said.incarnation,
     coalesce(ended.outcome, failed.outcome),
     coalesce(ended.reason, failed.reason),
-    came.body ->> '$.encoding',
-    came.body ->> '$.transport',
-    came.body ->> '$.fingerprint_of',
-    came.body ->> '$.root',
-    json_array_length(came.body -> '$.differing'),
-    whole_at(came.body, '$.nan'),
-    whole_at(came.body, '$.moved_bytes'),
-    whole_at(came.body, '$.full_bytes'),
-    number_at(came.body, '$.sync_s'),
+    came.said.encoding,
+    came.said.transport,
+    came.said.fingerprint_of,
+    came.said.root,
+    json_array_length(came.said.differing),
+    TRY_CAST(came.said.nan AS BIGINT),
+    TRY_CAST(came.said.moved_bytes AS BIGINT),
+    TRY_CAST(came.said.full_bytes AS BIGINT),
+    TRY_CAST(came.said.sync_s AS DOUBLE),
     asked.started_ns,
     came.occurred_ns
 FROM asked

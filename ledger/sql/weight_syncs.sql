@@ -37,17 +37,22 @@ WITH folded AS (
         any_value(body) FILTER (WHERE type = 'WeightSyncCommitted') AS committed,
         any_value(body) FILTER (WHERE type = 'WeightSyncFailed') AS failed,
         count(*) FILTER (WHERE type = 'WeightSyncDelivered') AS delivered,
-        count(*) FILTER (
-            WHERE type = 'WeightSyncDelivered' AND json_array_length(body -> '$.differing') > 0
-        ) AS differing,
-        sum(whole_at(body, '$.moved_bytes')) FILTER (WHERE type = 'WeightSyncDelivered')
-            AS moved_bytes,
-        sum(whole_at(body, '$.full_bytes')) FILTER (WHERE type = 'WeightSyncDelivered')
-            AS full_bytes,
-        max(number_at(body, '$.sync_s')) FILTER (WHERE type = 'WeightSyncDelivered') AS sync_s
-    FROM steps
-    WHERE type IN (
-        'WeightSyncStarted', 'WeightSyncDelivered', 'WeightSyncCommitted', 'WeightSyncFailed'
+        count(*) FILTER (WHERE json_array_length(came.differing) > 0) AS differing,
+        sum(TRY_CAST(came.moved_bytes AS BIGINT)) AS moved_bytes,
+        sum(TRY_CAST(came.full_bytes AS BIGINT)) AS full_bytes,
+        max(TRY_CAST(came.sync_s AS DOUBLE)) AS sync_s
+    FROM (
+        SELECT
+            *,
+            json_transform(
+                CASE WHEN type = 'WeightSyncDelivered' THEN body END,
+                '{"differing": "JSON", "moved_bytes": "VARCHAR", "full_bytes": "VARCHAR",
+                  "sync_s": "VARCHAR"}'
+            ) AS came
+        FROM steps
+        WHERE type IN (
+            'WeightSyncStarted', 'WeightSyncDelivered', 'WeightSyncCommitted', 'WeightSyncFailed'
+        )
     )
     GROUP BY job, operation
 )
@@ -55,17 +60,17 @@ WITH folded AS (
 SELECT
     position,
     job,
-    started ->> '$.attempt',
+    started.attempt,
     operation,
     CASE
         WHEN committed IS NOT NULL THEN 'committed'
         WHEN failed IS NOT NULL THEN 'failed'
         ELSE 'started'
     END,
-    whole_at(started, '$.version'),
-    whole_at(started, '$.base_version'),
-    started ->> '$.encoding',
-    list_at(started, '$.targets'),
+    TRY_CAST(started.version AS BIGINT),
+    TRY_CAST(started.base_version AS BIGINT),
+    started.encoding,
+    started.targets,
     delivered,
     len(list_filter(
         TRY_CAST(committed -> '$.outcomes' AS STRUCT(outcome VARCHAR)[]),
@@ -76,10 +81,19 @@ SELECT
     full_bytes,
     sync_s,
     number_at(committed, '$.stall_s'),
-    started ->> '$.source_root',
+    started.source_root,
     started_ns,
     closed_ns,
     failed ->> '$.reason'
-FROM folded
-WHERE started IS NOT NULL
+FROM (
+    SELECT
+        * EXCLUDE (started),
+        json_transform(
+            started,
+            '{"attempt": "VARCHAR", "version": "VARCHAR", "base_version": "VARCHAR",
+              "encoding": "VARCHAR", "targets": ["VARCHAR"], "source_root": "VARCHAR"}'
+        ) AS started
+    FROM folded
+    WHERE started IS NOT NULL
+)
 ORDER BY position;

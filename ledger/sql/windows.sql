@@ -18,5 +18,6 @@ CREATE TABLE IF NOT EXISTS windows (
     remaining BIGINT
 );
 
--- Only where there is an event 'WindowObserved'.
-INSERT INTO windows SELECT * FROM fresh_windows ORDER BY position, component;
+-- Only where there is an event 'WindowObserved'. Rows come in the order of their positions, and of
+-- the names of their components, as canonical JSON has them.
+INSERT INTO windows SELECT * FROM fresh_windows;

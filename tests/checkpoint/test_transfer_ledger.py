@@ -99,7 +99,7 @@ def test_each_target_has_its_events_and_its_version(
             raise ValueError("no room on the device")
 
     two = ledgered(book, trainer)
-    operation = two.begin(trainer.publish(2, second), targets, limit_s=3)
+    operation = two.begin(trainer.publish(2, second), targets, limit_s=10)
     assert standings(book) == dict.fromkeys(targets, ("syncing", 1))
     sync_all(engines["east"])
     sync_all(engines["north"], install=refuse)

@@ -18,7 +18,8 @@ import click
 import pytest
 
 from shiftbook.ledger.cli import COMMAND_GROUP, ORDER, main, short_help
-from shiftbook.ledger.mirror import TABLES, Mirror
+from shiftbook.ledger.mirror import Mirror
+from shiftbook.ledger.mirror_build import TABLES
 from shiftbook.ledger.query import run_query
 from tests.ledger.sample_ledger import write_sample
 

@@ -23,7 +23,8 @@ import pytest
 from shiftbook.ledger.errors import NotALedger
 from shiftbook.ledger.events import observation
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.mirror import TABLES, Mirror, event_batches, projection
+from shiftbook.ledger.mirror import Mirror
+from shiftbook.ledger.mirror_build import TABLES, event_batches, projection
 from tests.ledger.sample_ledger import (
     DEVICES,
     ROLL,
@@ -156,9 +157,20 @@ def test_samples_join_generation_reward_and_consumption(sample: Ledger) -> None:
         assert len(row["token_digest"]) == 32
 
 
-def test_step_by_step_equals_in_one_go(tmp_path: Path) -> None:
+@pytest.mark.parametrize("some", [False, True], ids=["every table", "some tables each time"])
+def test_step_by_step_equals_in_one_go(
+    some: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: a table is the same however often it is brought up, and however far it was behind.
+
+    Method: a ledger grows event by event; at random moments the copy is opened for all tables, or
+    for a few drawn ones, so that each falls behind by another stretch; in the end all rows equal
+    those of a copy made at once. With small batches, so that such a stretch is several.
+    """
     seed = 20
     print("seed", seed)
+    if some:
+        monkeypatch.setattr("shiftbook.ledger.mirror_build.BATCH_EVENTS", 7)
     chance = random.Random(seed)
     with write_sample(tmp_path / "whole.db", schedules=("dynamic",), iterations=2) as ledger:
         whole = [event.data for event in ledger.read()]
@@ -174,8 +186,11 @@ def test_step_by_step_equals_in_one_go(tmp_path: Path) -> None:
             clock.ns = stored.recorded_ns - 1_000
             steps.append(stored.job, stored.parsed(), operation=stored.operation)
             if chance.random() < 0.2:
-                with Mirror.open(steps) as mirror:
+                wanted = chance.sample(TABLES, chance.randrange(4)) if some else TABLES
+                with Mirror.open(steps, wanted) as mirror:
                     assert mirror.size == stored.position + 1
+                    rows = {name: len(table(mirror, name)) for name in {*wanted, "events"}}
+                    assert rows["events"] == stored.position + 1
         with Mirror.open(steps) as mirror:
             found = {name: table(mirror, name) for name in TABLES}
     assert len(whole) == len(found["events"])
@@ -193,7 +208,7 @@ def test_only_new_events_are_read_again(sample: Ledger, monkeypatch: pytest.Monk
     Mirror.open(sample).close()
     asked: list[int] = []
     monkeypatch.setattr(
-        "shiftbook.ledger.mirror.event_batches",
+        "shiftbook.ledger.mirror_build.event_batches",
         lambda ledger, after, until: asked.append(after) or event_batches(ledger, after, until),
     )
     Mirror.open(sample).close()
@@ -205,6 +220,21 @@ def test_only_new_events_are_read_again(sample: Ledger, monkeypatch: pytest.Monk
         assert mirror.size == size + 1
         assert mirror.rows("SELECT max(iteration) AS last FROM iterations")[0]["last"] == 9
     assert asked == [size - 1]
+
+
+def test_only_the_tables_that_are_asked_for_are_brought_up(sample: Ledger) -> None:
+    with Mirror.open(sample, ["iterations"]) as mirror:
+        assert mirror.size == sample.head().size
+        assert mirror.missing_segments == 0
+        assert len(table(mirror, "iterations")) > 0
+        assert len(table(mirror, "windows")) == 0
+        assert len(table(mirror, "samples")) == 0
+    with pytest.raises(ValueError, match=r"expected tables of events, .* found moves"):
+        Mirror.open(sample, ["moves"])
+    with Mirror.open(sample) as late, Mirror.open(sample, in_memory=True) as whole:
+        for name in TABLES:
+            assert table(late, name) == table(whole, name), name
+            assert len(table(late, name)) > 0 or name in ("findings", "shadows"), name
 
 
 def test_another_ledger_under_the_same_name_is_mirrored_anew(tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ import pyarrow as pa
 import pytest
 
 from shiftbook.ledger.errors import InvalidQuery
-from shiftbook.ledger.mirror import TABLES, Mirror
-from shiftbook.ledger.query import run_query
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.mirror import Mirror
+from shiftbook.ledger.mirror_build import TABLES
+from shiftbook.ledger.query import run_query, tables_of
 from tests.ledger.sample_ledger import write_sample
 
 SECRET = "hunter2"
@@ -95,8 +97,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["file", "memory"])
 def mirror(request: pytest.FixtureRequest, folder: Path) -> Iterator[Mirror]:
-    from shiftbook.ledger.ledger import Ledger
-
     with (
         Ledger.open(f"sqlite:///{folder / 'ledger.db'}", read_only=True) as ledger,
         Mirror.open(ledger, in_memory=request.param == "memory") as mirror,
@@ -177,6 +177,44 @@ def test_what_reads_the_tables_runs(mirror: Mirror, sql: str) -> None:
     answer = run_query(mirror, sql)
     assert answer.columns
     assert list(answer.rows)
+
+
+@pytest.mark.parametrize(
+    ("sql", "read"),
+    [
+        ("SELECT count(*) FROM events", ("events",)),
+        ('FROM "Iterations" JOIN main.windows USING (job)', ("iterations", "windows")),
+        ("describe reallocations", ("reallocations",)),
+        ("SELECT problem FROM segments", ("samples",)),
+        ("FROM sample_rows", ("samples",)),
+        ("WITH leases AS (FROM events) FROM leases", ("events", "leases")),
+        ("SELECT 1", TABLES),
+        ("SHOW TABLES", TABLES),
+        ("FROM query_table('re' || 'allocations'), events", TABLES),
+        ("FROM query('from re' || 'allocations'), events", TABLES),
+        ("SELECT estimated_size FROM duckdb_tables() WHERE table_name <> 'events'", TABLES),
+    ],
+)
+def test_the_tables_that_a_query_may_read(sql: str, read: tuple[str, ...]) -> None:
+    assert tables_of(sql) == read
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("spelled", [True, False], ids=["by its name", "by a name put together"])
+def test_a_query_never_reads_a_table_that_is_behind(name: str, spelled: bool, folder: Path) -> None:
+    """Goal: a table that the copy keeps behind is brought up before a query can see it.
+
+    Method: a copy that has but the events, and then each table by its name and by a name that the
+    query puts together, against a copy of everything in memory.
+    """
+    sql = f"FROM {name}" if spelled else f"FROM query_table('{name[:2]}' || '{name[2:]}')"
+    with Ledger.open(f"sqlite:///{folder / 'ledger.db'}", read_only=True) as ledger:
+        ledger.beside(".mirror.duckdb").unlink(missing_ok=True)
+        Mirror.open(ledger, ["events"]).close()
+        with Mirror.open(ledger, in_memory=True) as whole:
+            expected = sorted(map(str, run_query(whole, f"FROM {name}").rows))
+        with Mirror.open(ledger, tables_of(sql)) as mirror:
+            assert sorted(map(str, run_query(mirror, sql).rows)) == expected
 
 
 def test_columns_of_one_name_are_told_apart(mirror: Mirror) -> None:
