@@ -135,7 +135,8 @@ def verify(
         key_given = heads is not None and heads.has_key
         url = shown(ledger_url)
         if integrity_only or first:
-            return _bytes_verdict(url, report, first, integrity_only, signed, key_given)
+            asked = integrity_only
+            return _bytes_verdict(url, report, first, asked, signed, require_signed, key_given)
         return _verdict(url, job, report, judgement, signed, require_signed, key_given)
 
 
@@ -212,6 +213,7 @@ def _bytes_verdict(
     first: int,
     asked: bool,
     signed: HeadReport,
+    require_signed: bool,
     key_given: bool,
 ) -> Verdict:
     """The verdict of the first pass alone."""
@@ -222,6 +224,9 @@ def _bytes_verdict(
     if asked:
         notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
     could_not = [] if asked else [RANGE_ALONE.format(first=first)]
+    events = max(first + report.events, report.sound_until + 1)
+    if require_signed and events > signed.protected:
+        could_not.insert(0, _unsigned(events, signed.protected))
     findings = [*report.findings, *signed.findings]
     return Verdict(
         url=url,
@@ -263,11 +268,7 @@ def _verdict(
     could_not = _could_not(judgement, coverage)
     events = max(report.events, report.sound_until + 1)
     if require_signed and events > signed.protected:
-        could_not.insert(
-            0,
-            f"{events - signed.protected} events from position {signed.protected} on stand under "
-            "no head outside the database; run `shiftbook sign`, and give --heads and --key",
-        )
+        could_not.insert(0, _unsigned(events, signed.protected))
     notes = list(protection_notes(signed, events, key_given))
     if broken:
         notes.append(
@@ -292,6 +293,13 @@ def _verdict(
         integrity_broken=broken,
         open_operations=judgement.open_operations,
         protected_until=signed.protected - 1,
+    )
+
+
+def _unsigned(events: int, protected: int) -> str:
+    return (
+        f"{events - protected} events from position {protected} on stand under no head outside the "
+        "database; run `shiftbook sign`, and give --heads and --key"
     )
 
 

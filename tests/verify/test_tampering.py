@@ -105,6 +105,13 @@ def test_a_prefix_is_held_against_the_heads_that_it_covers(copy: Signed) -> None
     assert copy.verify(until=150, require_signed=True).exit_code == 2
 
 
+def test_heads_are_required_of_the_stored_bytes_alone_too(copy: Signed) -> None:
+    assert copy.verify(integrity_only=True, require_signed=True).exit_code == 0
+    verdict = copy.verify(integrity_only=True, require_signed=True, heads=False)
+    assert (verdict.exit_code, verdict.findings) == (2, ())
+    assert f"{EVENTS} events from position 0 on" in verdict.could_not[0]
+
+
 def test_a_followed_ledger_is_held_against_its_heads_at_the_end(copy: Signed) -> None:
     def outside() -> Outside:
         return Outside.read([str(copy.heads)], [KEY.verifier.text()])
