@@ -17,6 +17,9 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.merkle import TILE_HEIGHT, TILE_WIDTH, CompactRange
 from shiftbook.ledger.signed_note import SignedHead
 
+CHECKPOINT, TILES = "checkpoint", "tile"
+"""Names in the folder: the signed head, and the folder of everything under it."""
+
 
 def tile_path(level: int | str, number: int, width: int = TILE_WIDTH) -> str:
     """Path of a tile; ``level`` is a number, or ``entries`` for a bundle of events."""
@@ -24,7 +27,12 @@ def tile_path(level: int | str, number: int, width: int = TILE_WIDTH) -> str:
     while number := number // 1000:
         parts.insert(0, f"x{number % 1000:03d}")
     partial = "" if width == TILE_WIDTH else f".p/{width}"
-    return f"tile/{level}/{'/'.join(parts)}{partial}"
+    return f"{TILES}/{level}/{'/'.join(parts)}{partial}"
+
+
+def is_tiles(folder: Path) -> bool:
+    """True for a folder that holds a checkpoint or tiles, whole or not."""
+    return folder.is_dir() and ((folder / CHECKPOINT).is_file() or (folder / TILES).is_dir())
 
 
 def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> SignedHead:
@@ -82,7 +90,7 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
         level += 1
     for parent in {path.parent for path in written}:
         sync_path(parent)
-    _replace(folder / "checkpoint", head.data())
+    _replace(folder / CHECKPOINT, head.data())
     sync_path(folder)
     return head
 
@@ -90,7 +98,7 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
 def _present(folder: Path) -> SignedHead | None:
     """The head that the folder holds tiles for. Raises ProofInvalid."""
     try:
-        return SignedHead.parse((folder / "checkpoint").read_bytes())
+        return SignedHead.parse((folder / CHECKPOINT).read_bytes())
     except FileNotFoundError:
         return None
     except InvalidNote as error:

@@ -99,6 +99,7 @@ class HeadCheck:
         self._roots: dict[int, bytes] = {}
         self._wanted: set[int] = set()
         self._table: dict[int, bytes] = {}
+        self._one_head: str | None = None
         self._loaded = False
         self._heads_row = Row("", "heads", "signed heads fit the events and are the signer's")
         self._outside_row = Row("", "outside", "heads outside the database fit the events")
@@ -109,6 +110,7 @@ class HeadCheck:
     def load(self, raw: EventSource) -> None:
         """Read the heads; before the events, so that roots are kept as the events pass."""
         self._loaded = True
+        self._one_head = getattr(raw, "one_head", None)
         for place, heads in self._outside.places:
             self._load_place(place, heads)
         try:
@@ -195,7 +197,8 @@ class HeadCheck:
                 self._flag(0, "a number of events and a note in the table of heads",
                            f"{size!r:.40} and {type(note).__name__}", _EDITED)  # fmt: skip
                 continue
-            claim = self._claim(f"{TABLE}, row {size}", note, size, outside=False)
+            where = self._one_head or f"{TABLE}, row {size}"
+            claim = self._claim(where, note, size, outside=False)
             if size <= last:
                 self._flag(max(0, size - 1), f"heads that grow, after one of {last} events",
                            f"one of {size} events", _EDITED)  # fmt: skip
@@ -308,7 +311,9 @@ class HeadCheck:
         )
 
     def _gone(self, fits: Sequence[_Claim]) -> None:
-        """Heads that were published and are not in the table."""
+        """Heads that were published and are not in the table, where all stand in one."""
+        if self._one_head:
+            return
         gone = sorted(
             {c.size: c for c in fits if c.outside and c.size and c.size not in self._table}.items()
         )

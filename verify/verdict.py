@@ -16,7 +16,7 @@ from shiftbook.verify.grouped import judge_all
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
 from shiftbook.verify.judge import Judge, Judgement
-from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events, shown
+from shiftbook.verify.sources import evidence_of, exported_path, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
@@ -157,8 +157,10 @@ def follow(
     The same events give the same verdict as ``verify``. ``outside`` is called at the end, when
     the last head is published. Raises as ``verify`` does.
     """
-    if archive_path(ledger_url) is not None:
-        raise InvalidInput("expected a ledger to follow, found an archive, which does not grow")
+    if exported_path(ledger_url) is not None:
+        raise InvalidInput(
+            "expected a ledger to follow, found an export of one, which does not grow"
+        )
     with open_events(ledger_url) as raw:
         rows = evidence_of(raw, evidence)
         integrity = Integrity(rows)
