@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.dialect import sync_path
-from shiftbook.ledger.errors import InvalidNote, NoSignedHead, ProofInvalid
+from shiftbook.ledger.errors import ArchiveError, InvalidNote, NoSignedHead, ProofInvalid
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.merkle import TILE_HEIGHT, TILE_WIDTH, CompactRange
 from shiftbook.ledger.signed_note import SignedHead
@@ -40,8 +40,19 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
 
     The head is written last and in one step, so a reader sees the old tree or the new one, whole.
     Events are hashed and the root is compared before that. Raises NoSignedHead; and ProofInvalid
-    where the ledger does not fit its head, or the folder holds another history.
+    where the ledger does not fit its head, or the folder holds another history; ArchiveError where
+    a file cannot be written.
     """
+    try:
+        return _write_tiles(ledger, folder, size)
+    except OSError as error:
+        raise ArchiveError(
+            f"expected to write tiles to {folder}, found: {error.strerror or error}; make the "
+            "folder writable and give it space, and export again"
+        ) from error
+
+
+def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
     tree = ledger.tree()
     head = tree.last_head() if size is None else tree.head(size)
     if head is None:

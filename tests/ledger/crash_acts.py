@@ -25,6 +25,7 @@ from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.publication import FileOutlet
 from shiftbook.ledger.signing_keys import Ed25519Signer
+from shiftbook.ledger.tiles import write_tiles
 
 WHEN = 400
 """The call that strace fails, counted from a process's first one; an act makes fewer."""
@@ -89,6 +90,16 @@ def sign(folder: Path, tell: Tell) -> None:
     ledger.close()
 
 
+def tiles(folder: Path, tell: Tell) -> None:
+    """Bring a folder of tiles up to a later head."""
+
+    def act() -> None:
+        with Ledger.open(f"sqlite:///{folder}/ledger.db", read_only=True) as ledger:
+            write_tiles(ledger, folder / "tiles")
+
+    tried(tell, "tiles", act)
+
+
 def create(folder: Path, tell: Tell) -> None:
     """The same with a ledger that is not there yet."""
     append(folder, tell, "new.db")
@@ -130,6 +141,7 @@ ACTS: dict[str, Callable[[Path, Tell], None]] = {
     "export": export,
     "import": import_,
     "sign": sign,
+    "tiles": tiles,
 }
 """Whatever else comes to write durably gets its act here and its check in test_crashes.py."""
 

@@ -36,6 +36,7 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.publication import read_published
 from shiftbook.ledger.segment_place import DRAFT
 from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.tiles import write_tiles
 from shiftbook.verify.heads import Outside
 from shiftbook.verify.verdict import verify
 from tests.ledger.crash_acts import ACTS, APPENDS, KEY, ROWS, WHEN, batch, signer_of
@@ -87,7 +88,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("template")
     with write_sample(folder / "ledger.db", schedules=("dynamic",), iterations=1) as ledger:
         signer_of(ledger, folder).sign()
-        ledger.append("job", batch(0))  # something new to sign
+        write_tiles(ledger, folder / "tiles")
+        for _ in range(2):  # for a head that the tiles lack, and for one that nobody signed
+            signer_of(ledger, folder).sign()
+            ledger.append("job", batch(0))
         export_archive(ledger, folder / "whole.tar")
         export_archive(ledger, folder / "old.tar", last=5)
     return folder
@@ -292,6 +296,22 @@ def check_sign(case: Case, template: Path) -> None:
     check_appends(case, "ledger.db", sound(template / "ledger.db"))
 
 
+def check_tiles(case: Case, template: Path) -> None:
+    """The folder holds the tree before or the one after, whole, and the next export goes on."""
+    folder, evidence = case.folder / "tiles", str(case.folder / "ledger.db.evidence")
+    with Ledger.open(f"sqlite:///{case.folder}/ledger.db", read_only=True) as ledger:
+        *_, before, after = (head.data() for head in ledger.tree().heads())
+        found = (folder / "checkpoint").read_bytes()
+        assert found in (before, after), case.hit
+        if case.acknowledged("tiles"):
+            assert found == after
+        outside = Outside((), (KEY.verifier,))
+        for _ in ("as it was left", "after the next export"):
+            verdict = verify(str(folder), integrity_only=True, outside=outside, evidence=evidence)
+            assert verdict.exit_code == 0, (case.hit, case.told, verdict.findings[:3])
+            assert write_tiles(ledger, folder).data() == after
+
+
 CHECKS: dict[str, Callable[[Case, Path], None]] = {
     "append": check_append,
     "create": check_create,
@@ -299,6 +319,7 @@ CHECKS: dict[str, Callable[[Case, Path], None]] = {
     "export": check_export,
     "import": check_import,
     "sign": check_sign,
+    "tiles": check_tiles,
 }
 
 
@@ -322,6 +343,8 @@ SOME = [
     ("import", "pwrite64", "signal=SIGKILL"),
     ("sign", "fsync", "error=EIO"),
     ("sign", "rename", "signal=SIGKILL"),
+    ("tiles", "fsync", "error=EIO"),
+    ("tiles", "rename", "signal=SIGKILL"),
 ]
 """What is tried: the first call of a kind, one in the middle and the last; two acts by default."""
 QUICK = SOME[:2]
