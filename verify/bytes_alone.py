@@ -86,6 +86,10 @@ class BytesAlone(ABC):
         """What a ledger with these events says about itself."""
         return [("storage_schema", str(STORAGE_SCHEMA))]
 
+    def revision(self) -> list[Any]:
+        """None: what was exported has no tables."""
+        return []
+
 
 def _columns(position: int, data: bytes) -> dict[str, Any]:
     """Columns as a ledger would have them for these bytes; the position alone for no event."""

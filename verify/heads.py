@@ -13,7 +13,7 @@ from typing import Any
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.errors import InvalidNote, ProofInvalid
 from shiftbook.ledger.merkle import TILE_HEIGHT, CompactRange
-from shiftbook.ledger.publication import read_published
+from shiftbook.ledger.publication import named_size, read_published
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
@@ -25,6 +25,7 @@ from shiftbook.verify.stored import DamagedPages
 TABLE = "the table of heads"
 
 _EDITED = "the row was edited, or the disk or a copy lost bytes"
+_RENAMED = "an object at the place was renamed, or copied under another name"
 _FORGED = (
     "somebody without the signer's key wrote it, or it was altered after it was signed; or the "
     "wrong key was given"
@@ -167,7 +168,7 @@ class HeadCheck:
     def _load_place(self, place: str, heads: Sequence[tuple[str, bytes]]) -> None:
         last: _Claim | None = None
         for where, data in heads:
-            claim = self._claim(where, data, None, outside=True)
+            claim = self._claim(where, data, named_size(where), outside=True)
             if claim is None:
                 continue
             if last is not None and claim.size <= last.size:
@@ -219,7 +220,8 @@ class HeadCheck:
                        "it was altered, or torn by a crash", row=row, do=do)  # fmt: skip
             return None
         if size is not None and head.size != size:
-            self._flag(at, f"a head of {size} events in {where}", f"one of {head.size}", _EDITED)
+            self._flag(at, f"a head of {size} events in {where}", f"one of {head.size}",
+                       _RENAMED if outside else _EDITED, row=row, do=do)  # fmt: skip
             return None
         at = max(0, head.size - 1)
         if self._outside.verifiers:

@@ -62,6 +62,10 @@ class EventSource(Protocol):
     def meta(self) -> list[tuple[Any, Any]]:
         """(name, value) of what the store says about itself; raises DamagedPages."""
 
+    def revision(self) -> list[Any]:
+        """What says which revision the derived tables have; empty from before there was one;
+        raises DamagedPages."""
+
     def heads(self) -> list[tuple[Any, Any]]:
         """(size, note) of the signed heads in their order; raises DamagedPages."""
 

@@ -219,9 +219,9 @@ def _bytes_verdict(
     key_given: bool,
 ) -> Verdict:
     """The verdict of the first pass alone."""
-    if report.events == 0 and not report.findings:
-        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
     broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
+    if report.events == 0 and not broken:
+        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
     notes = list(protection_notes(signed, first + report.events, key_given))
     if asked:
         notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
