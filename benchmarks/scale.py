@@ -267,6 +267,32 @@ def judgement(path: Path) -> Measured:
     return found
 
 
+def export(path: Path) -> Measured:
+    """`export` of the whole ledger with its evidence, seconds per million."""
+    from shiftbook.ledger.archive import export_archive
+    from shiftbook.ledger.ledger import Ledger
+
+    found: Measured = {}
+    bare(path, found, hashed=True)
+    archive = path.with_name(path.name + ".tar")
+    cpu = cpu_s()
+    try:
+        with (
+            Ledger.open(f"sqlite:///{path}", read_only=True) as ledger,
+            watched(found),
+            timed(found, "seconds", MILLION / found["events"]),
+        ):
+            done = export_archive(ledger, archive)
+        found["cpu_s"] = (cpu_s() - cpu) * MILLION / found["events"]
+        found["archive_mb"] = archive.stat().st_size / 1e6
+    finally:
+        archive.unlink(missing_ok=True)
+    if done.missing_segments or done.last != found["events"] - 1:
+        raise SystemExit(f"expected a whole archive, found {done.plain()}")
+    found["ratio"] = found["bare_s"] / found["seconds"]
+    return found
+
+
 def mirror(path: Path) -> Measured:
     """Every event into the mirror; its tables out of them; all at once; then aggregates."""
     from shiftbook.ledger import mirror_build
@@ -363,6 +389,13 @@ MEASURES: dict[str, tuple[Callable[[Path], Measured], list[Bound], str]] = {
         ],
         "bare sqlite3, read + hash: {bare_s:.2f} s/million, {ratio:.2f} x; slower by the fold and "
         "every invariant, in Python, and by decoding the evidence; {cpu_s:.1f} s of CPU",
+    ),
+    "export": (
+        export,
+        [Bound("peak_mb", 500, False, "MB", "memory of an export")],
+        "{seconds:.1f} s/million, an archive of {archive_mb:.0f} MB; bare sqlite3, read + hash: "
+        "{bare_s:.2f} s/million, {ratio:.2f} x; slower by the compression and its second hash, and "
+        "by the search of each event for a segment; {cpu_s:.1f} s of CPU",
     ),
     "mirror": (
         mirror,

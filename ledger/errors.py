@@ -17,6 +17,7 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── ProofInvalid                a proof or signature that does not hold
 │   ├── NoSignedHead                nothing was signed that could be proved against
 │   ├── SigningRefused              the ledger does not continue what was signed before
+│   ├── SigningFailed               the signer could not keep what it was about to sign
 │   ├── PublicationFailed           a signed head did not reach a place outside the database
 │   ├── ArchiveError                an archive cannot be written, or is none, torn or altered
 │   │   └── ArchiveMismatch         the ledger holds other events than the archive
@@ -168,6 +169,10 @@ class SigningRefused(LedgerError):
     """The ledger is no continuation of what was signed before: rolled back, rewritten or forked."""
 
     exit_code = 1
+
+
+class SigningFailed(LedgerError):
+    """The signer could not keep in its memory what it was about to sign; nothing was signed."""
 
 
 class PublicationFailed(LedgerError):

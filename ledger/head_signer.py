@@ -17,7 +17,15 @@ from pathlib import Path
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.dialect import sync_path
-from shiftbook.ledger.errors import InvalidNote, PublicationFailed, ShiftbookError, SigningRefused
+from shiftbook.ledger.errors import (
+    AppendInDoubt,
+    InvalidNote,
+    LedgerUnreachable,
+    PublicationFailed,
+    ShiftbookError,
+    SigningFailed,
+    SigningRefused,
+)
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.merkle import CompactRange
 from shiftbook.ledger.publication import Outlet
@@ -33,6 +41,9 @@ EACH_S = 10.0
 
 POLL_S = 0.1
 """Pause between two looks at a ledger that is signed as it grows."""
+
+PASSING = (PublicationFailed, SigningFailed, LedgerUnreachable, AppendInDoubt)
+"""What a signer that follows tells of and outlives: a place, a disk or a server may come back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +86,21 @@ class SignerMemory:
         return KnownHead(size, root, f"the signer's memory {self.path}")
 
     def keep(self, origin: str, size: int, root: bytes) -> None:
-        """Replace the content, durable on return."""
+        """Replace the content, durable on return; raises SigningFailed."""
         draft = self.path.with_name(self.path.name + ".new")
-        with draft.open("wb") as file:
-            file.write(head_text(origin, size, root).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
-        sync_path(self.path.parent)
+        try:
+            with draft.open("wb") as file:
+                file.write(head_text(origin, size, root).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self.path)
+            sync_path(self.path.parent)
+        except OSError as error:
+            raise SigningFailed(
+                f"expected to keep the head of {size} events in {self.path} before it is signed, "
+                f"found: {error.strerror or error}; nothing was signed; make its folder writable "
+                "and give it space"
+            ) from error
 
 
 class HeadSigner:
@@ -121,9 +139,9 @@ class HeadSigner:
         """Sign the head of the ledger as it is, store it, and publish what is not published yet.
 
         The last head, new or not; None in an empty ledger. Raises SigningRefused where nothing was
-        signed since the ledger is no continuation of what was signed before, and PublicationFailed
-        where the head stands in the ledger and did not reach some place; it is offered there again
-        with the next call.
+        signed since the ledger is no continuation of what was signed before, SigningFailed where
+        the memory could not be written, and PublicationFailed where the head stands in the ledger
+        and did not reach some place; it is offered there again with the next call.
         """
         with self._lock:
             stored = self._stored()
@@ -157,32 +175,38 @@ class HeadSigner:
     ) -> None:
         """Sign after ``every`` events, or ``each_s`` seconds after something came, until ``stop``.
 
-        At the stop the last head is signed too. A place that cannot be reached is told to
-        ``on_problem`` and offered the head again; at the stop that is raised. A ledger that is
-        refused ends it at once.
+        At the stop the last head is signed too. A place, a disk or a ledger that is out of reach is
+        told to ``on_problem`` and tried again ``each_s`` later; at the stop that is raised. A
+        ledger that is refused ends it at once.
         """
         since: float | None = None
+        again_s = 0.0
         unpublished = True  # of an earlier life, perhaps
         while True:
             stopping = stop.is_set()
             now = time.monotonic()
-            new = self.ledger.head().size - self.signed_size
-            since = (now if since is None else since) if new or unpublished else None
-            late = since is not None and now - since >= each_s
-            # A rolled-back ledger has less than nothing new: sign, which refuses it.
-            if stopping or new < 0 or new >= every or late:
-                before, since = self.signed_size, None
-                try:
-                    head = self.sign()
-                    unpublished = False
-                    if head is not None and head.size > before and on_head is not None:
-                        on_head(head)
-                except PublicationFailed as error:
-                    if stopping:
-                        raise
-                    unpublished = True
-                    if on_problem is not None:
-                        on_problem(error)
+            try:
+                if stopping or now >= again_s:
+                    before = self.signed_size
+                    new = self.ledger.head().size - before
+                    since = (now if since is None else since) if new or unpublished else None
+                    late = since is not None and now - since >= each_s
+                    # A rolled-back ledger has less than nothing new: sign, which refuses it.
+                    if stopping or new < 0 or new >= every or late:
+                        since = None
+                        head = self.sign()
+                        unpublished = False
+                        if head is not None and head.size > before and on_head is not None:
+                            on_head(head)
+            except PASSING as error:
+                if stopping:
+                    raise
+                unpublished = True
+                # A head that only a place lacks is signed: what comes next is signed in time.
+                if not isinstance(error, PublicationFailed):
+                    again_s = now + each_s
+                if on_problem is not None:
+                    on_problem(error)
             if stopping:
                 return
             stop.wait(poll_s)

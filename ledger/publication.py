@@ -299,6 +299,12 @@ def read_published(target: str) -> Iterator[tuple[str, bytes]]:
         ) from error
 
 
+def named_size(where: str) -> int | None:
+    """Number of events that the name of an object says; None where it is no object's name."""
+    name = where.rsplit("/", 1)[-1]
+    return int(name) if len(name) == NAME_DIGITS and name.isdecimal() else None
+
+
 def _numbered(where: str, data: bytes) -> Iterator[tuple[str, bytes]]:
     for number, (_, chunk) in enumerate(split_heads(data), 1):
         yield f"{where}, head {number}", chunk

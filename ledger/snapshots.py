@@ -36,7 +36,7 @@ from shiftbook.ledger.tables import StoredRow
 FORMAT = 1
 """Version of the file's layout; another one is not read."""
 
-FOLDING_MODULES = ("state", "engines", "plan", "topology", "envelope", "canonical")
+FOLDING_MODULES = ("folding", "state", "engines", "plan", "topology", "envelope", "canonical")
 """Modules that, with the events, decide what a fold gives."""
 
 SHARED = ""

@@ -616,3 +616,7 @@ def _thawed(state: LedgerState, job: JobState, stored: StoredEvent, event: Event
     job.frozen = None
     job.losing_moves = 0
     job.missed_predictions = 0
+
+
+FOLDED_TYPES = frozenset(_HANDLERS)
+"""Types that change more than a job's counts."""

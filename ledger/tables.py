@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -182,8 +183,8 @@ class Statements:
         key: BindParameter[str] = bindparam("key")
         of: BindParameter[str] = bindparam("of")
         of_position: BindParameter[int] = bindparam("of")
+        self._dialect = dialect
         self.insert = make(insert(EVENTS))
-        self.insert_many = make(insert(EVENTS).values(_many_rows()))
         self.head = make(
             select(_e.position, _e.leaf, _e.data).order_by(_e.position.desc()).limit(1)
         )
@@ -202,6 +203,11 @@ class Statements:
         self.add_meta = make(insert(META))
         self.revision = make(select(REVISION.c.version_num))
         self.add_revision = make(insert(REVISION))
+
+    @cached_property
+    def insert_many(self) -> Statement:
+        """Compiled with the first large batch: it takes as long as all others, and few need it."""
+        return Statement(self._dialect, insert(EVENTS).values(_many_rows()))
 
     def insert_rows(self, connection: Connection, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert rows of events, INSERT_ROWS in one statement where there are so many."""

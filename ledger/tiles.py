@@ -12,10 +12,13 @@ from pathlib import Path
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.dialect import sync_path
-from shiftbook.ledger.errors import InvalidNote, NoSignedHead, ProofInvalid
+from shiftbook.ledger.errors import ArchiveError, InvalidNote, NoSignedHead, ProofInvalid
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.merkle import TILE_HEIGHT, TILE_WIDTH, CompactRange
 from shiftbook.ledger.signed_note import SignedHead
+
+CHECKPOINT, TILES = "checkpoint", "tile"
+"""Names in the folder: the signed head, and the folder of everything under it."""
 
 
 def tile_path(level: int | str, number: int, width: int = TILE_WIDTH) -> str:
@@ -24,7 +27,12 @@ def tile_path(level: int | str, number: int, width: int = TILE_WIDTH) -> str:
     while number := number // 1000:
         parts.insert(0, f"x{number % 1000:03d}")
     partial = "" if width == TILE_WIDTH else f".p/{width}"
-    return f"tile/{level}/{'/'.join(parts)}{partial}"
+    return f"{TILES}/{level}/{'/'.join(parts)}{partial}"
+
+
+def is_tiles(folder: Path) -> bool:
+    """True for a folder that holds a checkpoint or tiles, whole or not."""
+    return folder.is_dir() and ((folder / CHECKPOINT).is_file() or (folder / TILES).is_dir())
 
 
 def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> SignedHead:
@@ -32,8 +40,19 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
 
     The head is written last and in one step, so a reader sees the old tree or the new one, whole.
     Events are hashed and the root is compared before that. Raises NoSignedHead; and ProofInvalid
-    where the ledger does not fit its head, or the folder holds another history.
+    where the ledger does not fit its head, or the folder holds another history; ArchiveError where
+    a file cannot be written.
     """
+    try:
+        return _write_tiles(ledger, folder, size)
+    except OSError as error:
+        raise ArchiveError(
+            f"expected to write tiles to {folder}, found: {error.strerror or error}; make the "
+            "folder writable and give it space, and export again"
+        ) from error
+
+
+def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
     tree = ledger.tree()
     head = tree.last_head() if size is None else tree.head(size)
     if head is None:
@@ -82,7 +101,7 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
         level += 1
     for parent in {path.parent for path in written}:
         sync_path(parent)
-    _replace(folder / "checkpoint", head.data())
+    _replace(folder / CHECKPOINT, head.data())
     sync_path(folder)
     return head
 
@@ -90,7 +109,7 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
 def _present(folder: Path) -> SignedHead | None:
     """The head that the folder holds tiles for. Raises ProofInvalid."""
     try:
-        return SignedHead.parse((folder / "checkpoint").read_bytes())
+        return SignedHead.parse((folder / CHECKPOINT).read_bytes())
     except FileNotFoundError:
         return None
     except InvalidNote as error:

@@ -126,7 +126,7 @@ def verify(
     follow_: bool,
     freeze: bool,
 ) -> int:
-    """Judge a ledger, or the archive in FILE, from its first event to its head.
+    """Judge a ledger, or the archive or tiles in FILE, from its first event to its head.
 
     First the stored bytes (order, hashes, evidence, signed heads), then the invariants. Findings
     say where, what was expected, what was found and what to do; the table at the end says what was
@@ -140,7 +140,7 @@ def verify(
     """
     from shiftbook.verify import verdict as verdicts
     from shiftbook.verify.heads import Outside
-    from shiftbook.verify.sources import archive_path
+    from shiftbook.verify.sources import exported_path
 
     if follow_ and until is not None:
         raise click.UsageError("--follow goes on to the end; leave --until away")
@@ -149,8 +149,8 @@ def verify(
     if integrity_only and (follow_ or job or record_):
         raise click.UsageError("--integrity-only goes with no --follow, --job or --record")
     url = ledger_argument or ledger_url
-    if record_ and archive_path(url) is not None:
-        raise click.UsageError("a verdict on an archive cannot be recorded in it")
+    if record_ and exported_path(url) is not None:
+        raise click.UsageError("a verdict on an export cannot be recorded in it")
     streaming = format_ == "jsonl" or (follow_ and format_ == "table")
     on_finding = _finding_printer(format_) if streaming else None
     with _progress() as on_event, ExitStack() as stack:

@@ -13,7 +13,7 @@ from typing import Any
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.errors import InvalidNote, ProofInvalid
 from shiftbook.ledger.merkle import TILE_HEIGHT, CompactRange
-from shiftbook.ledger.publication import read_published
+from shiftbook.ledger.publication import named_size, read_published
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
@@ -25,6 +25,7 @@ from shiftbook.verify.stored import DamagedPages
 TABLE = "the table of heads"
 
 _EDITED = "the row was edited, or the disk or a copy lost bytes"
+_RENAMED = "an object at the place was renamed, or copied under another name"
 _FORGED = (
     "somebody without the signer's key wrote it, or it was altered after it was signed; or the "
     "wrong key was given"
@@ -99,6 +100,7 @@ class HeadCheck:
         self._roots: dict[int, bytes] = {}
         self._wanted: set[int] = set()
         self._table: dict[int, bytes] = {}
+        self._one_head: str | None = None
         self._loaded = False
         self._heads_row = Row("", "heads", "signed heads fit the events and are the signer's")
         self._outside_row = Row("", "outside", "heads outside the database fit the events")
@@ -109,6 +111,7 @@ class HeadCheck:
     def load(self, raw: EventSource) -> None:
         """Read the heads; before the events, so that roots are kept as the events pass."""
         self._loaded = True
+        self._one_head = getattr(raw, "one_head", None)
         for place, heads in self._outside.places:
             self._load_place(place, heads)
         try:
@@ -165,7 +168,7 @@ class HeadCheck:
     def _load_place(self, place: str, heads: Sequence[tuple[str, bytes]]) -> None:
         last: _Claim | None = None
         for where, data in heads:
-            claim = self._claim(where, data, None, outside=True)
+            claim = self._claim(where, data, named_size(where), outside=True)
             if claim is None:
                 continue
             if last is not None and claim.size <= last.size:
@@ -195,7 +198,8 @@ class HeadCheck:
                 self._flag(0, "a number of events and a note in the table of heads",
                            f"{size!r:.40} and {type(note).__name__}", _EDITED)  # fmt: skip
                 continue
-            claim = self._claim(f"{TABLE}, row {size}", note, size, outside=False)
+            where = self._one_head or f"{TABLE}, row {size}"
+            claim = self._claim(where, note, size, outside=False)
             if size <= last:
                 self._flag(max(0, size - 1), f"heads that grow, after one of {last} events",
                            f"one of {size} events", _EDITED)  # fmt: skip
@@ -216,7 +220,8 @@ class HeadCheck:
                        "it was altered, or torn by a crash", row=row, do=do)  # fmt: skip
             return None
         if size is not None and head.size != size:
-            self._flag(at, f"a head of {size} events in {where}", f"one of {head.size}", _EDITED)
+            self._flag(at, f"a head of {size} events in {where}", f"one of {head.size}",
+                       _RENAMED if outside else _EDITED, row=row, do=do)  # fmt: skip
             return None
         at = max(0, head.size - 1)
         if self._outside.verifiers:
@@ -308,7 +313,9 @@ class HeadCheck:
         )
 
     def _gone(self, fits: Sequence[_Claim]) -> None:
-        """Heads that were published and are not in the table."""
+        """Heads that were published and are not in the table, where all stand in one."""
+        if self._one_head:
+            return
         gone = sorted(
             {c.size: c for c in fits if c.outside and c.size and c.size not in self._table}.items()
         )

@@ -19,7 +19,7 @@ from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.envelope import ENVELOPE_FIELDS, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Segment
-from shiftbook.ledger.tables import META_NAMES, STORAGE_SCHEMA
+from shiftbook.ledger.tables import KNOWN, META_NAMES, REVISION, STORAGE_SCHEMA
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import EvidenceFolder, Rows, RowSource
 from shiftbook.verify.findings import Finding, FindingList
@@ -221,9 +221,15 @@ class Integrity:
             self._flag(0, f"one storage schema from 1 to {STORAGE_SCHEMA} in the table meta",
                        f"{schema!r:.60}")  # fmt: skip
 
+    def revision(self, found: Sequence[Any]) -> None:
+        """Check what the store says of its derived tables: one known revision, or none at all."""
+        if len(found) > 1 or any(value not in KNOWN for value in found):
+            self._flag(0, f"one revision of {', '.join(KNOWN)} in the table {REVISION.name}",
+                       f"{list(found)!r:.60}")  # fmt: skip
+
     def meta_damaged(self, reason: str) -> None:
         """Report that what the store says about itself cannot be read."""
-        self._flag(0, "a readable table meta", reason)
+        self._flag(0, f"readable tables meta and {REVISION.name}", reason)
 
     def finish(self) -> IntegrityReport:
         """The report, with its two rows of the coverage table."""
@@ -460,5 +466,6 @@ def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> No
         integrity.damaged(damage)
     try:
         integrity.meta(raw.meta())
+        integrity.revision(raw.revision())
     except DamagedPages as damage:
         integrity.meta_damaged(damage.reason)

@@ -16,6 +16,7 @@ from shiftbook.ledger.tables import (
     HEADS,
     META,
     NODES,
+    REVISION,
     STORAGE_SCHEMA,
     Statement,
     Statements,
@@ -23,7 +24,16 @@ from shiftbook.ledger.tables import (
 )
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.scan_block import COLUMNS, Block, Page
-from shiftbook.verify.stored import READ_ROWS, DamagedPages, RawEvents, RawRow, one_line
+from shiftbook.verify.stored import (
+    READ_ROWS,
+    DamagedPages,
+    RawEvents,
+    RawRow,
+    in_order,
+    one_line,
+    raw_row,
+    refuse_newer_tables,
+)
 
 SERVED = "postgresql"
 """How the URL of a ledger in a server begins."""
@@ -99,6 +109,10 @@ class ServedEvents:
                 f"expected storage schema {STORAGE_SCHEMA} or older in {where}, found {found}; "
                 "verify it with a newer Shiftbook"
             )
+        try:
+            refuse_newer_tables(self.revision(), where)
+        except DamagedPages:
+            return  # integrity says so
 
     def __enter__(self) -> ServedEvents:
         return self
@@ -127,7 +141,7 @@ class ServedEvents:
         limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
         while page := self._ask(self._page, after=after, until=limit, count=READ_ROWS):
             yield page
-            if len(page) < READ_ROWS:
+            if len(page) < READ_ROWS or type(page[-1][0]) is not int:
                 return
             after = page[-1][0]
 
@@ -135,8 +149,8 @@ class ServedEvents:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
         for page in self.pages(after, until):
             for values in page:
-                columns = dict(zip(COLUMNS, values, strict=False))
-                yield RawRow(columns["position"], columns, bytes(values[-2]), bytes(values[-1]))
+                yield in_order(raw_row([_plain(value) for value in values]), after)
+                after = values[0]
 
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
         """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none."""
@@ -164,12 +178,16 @@ class ServedEvents:
     def heads(self) -> list[tuple[Any, Any]]:
         """(size, note) of the table of heads, smallest first, none where there is no such table."""
         rows = self._all(HEADS, HEADS.c.size, HEADS.c.note)
-        return sorted((size, bytes(note)) for size, note in rows)
+        return sorted(((_plain(size), _plain(note)) for size, note in rows), key=_order)
 
     def nodes(self) -> Iterator[tuple[Any, Any, Any]]:
         """(level, number, hash) of the table of nodes in order; raises DamagedPages."""
         rows = self._all(NODES, NODES.c.level, NODES.c.number, NODES.c.hash)
-        yield from sorted((level, number, bytes(value)) for level, number, value in rows)
+        yield from sorted((tuple(map(_plain, row)) for row in rows), key=_order)
+
+    def revision(self) -> list[Any]:
+        """What the table of the derived tables' revision holds; raises DamagedPages."""
+        return [row[0] for row in self._all(REVISION, REVISION.c.version_num)]
 
     def _all(self, table: Table, *columns: ColumnElement[Any]) -> list[tuple[Any, ...]]:
         if not self._dialect.columns(self._connection, table.name):
@@ -189,3 +207,13 @@ class ServedEvents:
             if isinstance(explained, LedgerUnreachable):
                 raise UnreadableStore(one_line(explained)) from error
             raise DamagedPages(values.get("after", -1), one_line(error)) from error
+
+
+def _plain(value: Any) -> Any:
+    """Bytes as bytes; the driver may give them as a view."""
+    return bytes(value) if isinstance(value, memoryview | bytearray) else value
+
+
+def _order(row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """By number, and what is none after all that are: a column may have been made to hold it."""
+    return tuple((0, v, "") if type(v) is int else (1, 0, repr(v)) for v in row[:2])

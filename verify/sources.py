@@ -1,4 +1,4 @@
-"""What the judge reads events from: a ledger, or an archive of one."""
+"""What the judge reads events from: a ledger, an archive of one, or a folder of its tiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shiftbook.ledger.archive_format import is_archive
 from shiftbook.ledger.dialect import public_url
+from shiftbook.ledger.tiles import is_tiles
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.scan_block import Block, Page
 from shiftbook.verify.served import open_raw
@@ -61,6 +62,10 @@ class EventSource(Protocol):
     def meta(self) -> list[tuple[Any, Any]]:
         """(name, value) of what the store says about itself; raises DamagedPages."""
 
+    def revision(self) -> list[Any]:
+        """What says which revision the derived tables have; empty from before there was one;
+        raises DamagedPages."""
+
     def heads(self) -> list[tuple[Any, Any]]:
         """(size, note) of the signed heads in their order; raises DamagedPages."""
 
@@ -75,20 +80,35 @@ def archive_path(url: str) -> Path | None:
     return path if ("://" not in url or url.startswith(SQLITE)) and is_archive(path) else None
 
 
+def tiles_path(url: str) -> Path | None:
+    """The folder, where a URL or path names one of tiles; None where it names anything else."""
+    path = Path(url.removeprefix(SQLITE))
+    return path if ("://" not in url or url.startswith(SQLITE)) and is_tiles(path) else None
+
+
+def exported_path(url: str) -> Path | None:
+    """Where a URL or path names what was exported and does not grow: an archive, or tiles."""
+    return archive_path(url) or tiles_path(url)
+
+
 def shown(url: str) -> str:
-    """A ledger's URL without credentials, or the path of an archive."""
-    path = archive_path(url)
+    """A ledger's URL without credentials, or the path of an archive or of a folder of tiles."""
+    path = exported_path(url)
     return public_url(url) if path is None else str(path)
 
 
 def open_events(url: str) -> EventSource:
-    """Open a ledger or an archive for reading; raise UnreadableStore where it is neither."""
-    path = archive_path(url)
-    if path is None:
-        return open_raw(url)
-    from shiftbook.verify.archived import ArchivedEvents  # pyarrow: only where it is needed
+    """Open what a URL or path names for reading; raise UnreadableStore where it is nothing such."""
+    # Readers of what was exported need pyarrow, which takes a while: only where one is wanted.
+    if (path := archive_path(url)) is not None:
+        from shiftbook.verify.archived import ArchivedEvents
 
-    return ArchivedEvents(path)
+        return ArchivedEvents(path)
+    if (path := tiles_path(url)) is not None:
+        from shiftbook.verify.tiled import TiledEvents
+
+        return TiledEvents(path)
+    return open_raw(url)
 
 
 def first_position(source: EventSource) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from typing import Any
 
 from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
-from shiftbook.ledger.tables import STORAGE_SCHEMA
+from shiftbook.ledger.tables import KNOWN, REVISION, STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.scan import sound_blocks
 from shiftbook.verify.scan_block import COLUMNS, SELECT, Block, Page
 
 READ_ROWS = 512
+HEAD = KNOWN[-1]
 
 # The driver decodes names of columns as UTF-8 whatever they hold, and a damaged length may ask for
 # more memory or a larger number than there is.
@@ -117,6 +119,13 @@ class RawEvents:
                 f"expected storage schema {STORAGE_SCHEMA} or older in {self.path}, found {found}; "
                 "verify it with a newer Shiftbook"
             )
+        try:
+            refuse_newer_tables(self.revision(), self.path)
+        except UnreadableStore:
+            self._connection.close()
+            raise
+        except DamagedPages:
+            return  # integrity says so
 
     def __enter__(self) -> RawEvents:
         return self
@@ -171,12 +180,7 @@ class RawEvents:
         while True:
             page = self._page(after, limit)
             for values in page:
-                row = _row(values)
-                if type(row.position) is not int:
-                    raise DamagedPages(after, f"position {row.position!r:.60}, which is no number")
-                if row.position <= after:
-                    why = f"position {row.position} came after {after}"
-                    raise DamagedPages(row.position - 1, why)
+                row = in_order(raw_row(values), after)
                 after = row.position
                 yield row
             if len(page) < READ_ROWS:
@@ -205,6 +209,12 @@ class RawEvents:
     def meta(self) -> list[tuple[Any, Any]]:
         """(name, value) of what the store says about itself; raises DamagedPages."""
         return [(row[0], row[1]) for row in self._all("SELECT name, value FROM meta")]
+
+    def revision(self) -> list[Any]:
+        """What the table of the derived tables' revision holds; raises DamagedPages."""
+        if REVISION.name not in self._tables():
+            return []
+        return [row[0] for row in self._all(f"SELECT version_num FROM {REVISION.name}")]
 
     def heads(self) -> list[tuple[Any, Any]]:
         """(size, note) of the table of heads in its order, none where there is no such table."""
@@ -240,7 +250,8 @@ class RawEvents:
             raise DamagedPages(-1, one_line(error)) from error
 
 
-def _row(values: Sequence[Any]) -> RawRow:
+def raw_row(values: Sequence[Any]) -> RawRow:
+    """A row from its values in the order of ``SELECT``, whatever kinds they are of."""
     columns = dict(zip(COLUMNS, values, strict=False))
     data, leaf = values[-2], values[-1]
     misfit = next(
@@ -252,6 +263,26 @@ def _row(values: Sequence[Any]) -> RawRow:
         None,
     )
     return RawRow(columns["position"], columns, _bytes(data), _bytes(leaf), misfit)
+
+
+def in_order(row: RawRow, after: int) -> RawRow:
+    """The row, where it stands after a position; raises DamagedPages for any other."""
+    if type(row.position) is not int:
+        raise DamagedPages(after, f"position {row.position!r:.60}, which is no number")
+    if row.position <= after:
+        why = f"position {row.position} came after {after}"
+        raise DamagedPages(row.position - 1, why)
+    return row
+
+
+def refuse_newer_tables(revisions: Sequence[Any], where: object) -> None:
+    """Raise UnreadableStore for derived tables that a newer build made."""
+    newer = [r for r in revisions if isinstance(r, str) and re.fullmatch(r"\d{4}", r) and r > HEAD]
+    if newer:
+        raise UnreadableStore(
+            f"expected tables of revision {HEAD} or older in {where}, found {newer[0]}; verify it "
+            "with a newer Shiftbook"
+        )
 
 
 def _bytes(value: Any) -> bytes:

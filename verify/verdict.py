@@ -16,7 +16,7 @@ from shiftbook.verify.grouped import judge_all
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
 from shiftbook.verify.judge import Judge, Judgement
-from shiftbook.verify.sources import archive_path, evidence_of, first_position, open_events, shown
+from shiftbook.verify.sources import evidence_of, exported_path, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
 EXIT_CLEAN, EXIT_FINDINGS, EXIT_COULD_NOT = 0, 1, 2
@@ -135,7 +135,8 @@ def verify(
         key_given = heads is not None and heads.has_key
         url = shown(ledger_url)
         if integrity_only or first:
-            return _bytes_verdict(url, report, first, integrity_only, signed, key_given)
+            asked = integrity_only
+            return _bytes_verdict(url, report, first, asked, signed, require_signed, key_given)
         return _verdict(url, job, report, judgement, signed, require_signed, key_given)
 
 
@@ -156,8 +157,10 @@ def follow(
     The same events give the same verdict as ``verify``. ``outside`` is called at the end, when
     the last head is published. Raises as ``verify`` does.
     """
-    if archive_path(ledger_url) is not None:
-        raise InvalidInput("expected a ledger to follow, found an archive, which does not grow")
+    if exported_path(ledger_url) is not None:
+        raise InvalidInput(
+            "expected a ledger to follow, found an export of one, which does not grow"
+        )
     with open_events(ledger_url) as raw:
         rows = evidence_of(raw, evidence)
         integrity = Integrity(rows)
@@ -212,16 +215,20 @@ def _bytes_verdict(
     first: int,
     asked: bool,
     signed: HeadReport,
+    require_signed: bool,
     key_given: bool,
 ) -> Verdict:
     """The verdict of the first pass alone."""
-    if report.events == 0 and not report.findings:
-        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
     broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
+    if report.events == 0 and not broken:
+        raise NothingToJudge("expected a ledger with events, found an empty one; run a job first")
     notes = list(protection_notes(signed, first + report.events, key_given))
     if asked:
         notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
     could_not = [] if asked else [RANGE_ALONE.format(first=first)]
+    events = max(first + report.events, report.sound_until + 1)
+    if require_signed and events > signed.protected:
+        could_not.insert(0, _unsigned(events, signed.protected))
     findings = [*report.findings, *signed.findings]
     return Verdict(
         url=url,
@@ -263,11 +270,7 @@ def _verdict(
     could_not = _could_not(judgement, coverage)
     events = max(report.events, report.sound_until + 1)
     if require_signed and events > signed.protected:
-        could_not.insert(
-            0,
-            f"{events - signed.protected} events from position {signed.protected} on stand under "
-            "no head outside the database; run `shiftbook sign`, and give --heads and --key",
-        )
+        could_not.insert(0, _unsigned(events, signed.protected))
     notes = list(protection_notes(signed, events, key_given))
     if broken:
         notes.append(
@@ -292,6 +295,13 @@ def _verdict(
         integrity_broken=broken,
         open_operations=judgement.open_operations,
         protected_until=signed.protected - 1,
+    )
+
+
+def _unsigned(events: int, protected: int) -> str:
+    return (
+        f"{events - protected} events from position {protected} on stand under no head outside the "
+        "database; run `shiftbook sign`, and give --heads and --key"
     )
 
 

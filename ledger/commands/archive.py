@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -16,6 +16,9 @@ from shiftbook.ledger.cli_options import (
     open_book,
     working,
 )
+
+if TYPE_CHECKING:
+    from shiftbook.ledger.ledger import Ledger
 
 EXIT_BAD = 1
 
@@ -35,9 +38,13 @@ _format = click.option(
 @click.option(
     "-o",
     "--output",
-    required=True,
     type=click.Path(dir_okay=False, path_type=Path),
     help="The file to write; only an archive is ever replaced.",
+)
+@click.option(
+    "--tiles",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="A folder to bring up to the last signed head, in the layout of C2SP tlog-tiles.",
 )
 @click.option(
     "--since", type=click.IntRange(min=0), default=0, show_default=True, help="First position."
@@ -47,7 +54,8 @@ _format = click.option(
 def export(
     ledger_url: str,
     evidence: str | None,
-    output: Path,
+    output: Path | None,
+    tiles: Path | None,
     since: int,
     until: int | None,
     format_: Literal["table", "json"],
@@ -58,14 +66,49 @@ def export(
     signed heads over them where it begins at 0. It appears whole and synced, or not at all. Exits
     with 1 where a segment is missing or altered: the file is written without it, and its verdict
     says so.
+
+    With --tiles, instead or as well, events and tree up to the last signed head become static
+    files that any reader of a tlog-tiles log understands; what a folder holds already is kept.
     """
+    if output is None and tiles is None:
+        raise click.UsageError("give -o FILE, --tiles FOLDER, or both")
+    if output is None and (since or until is not None):
+        raise click.UsageError("--since and --until go with -o; tiles begin at 0 and end at a head")
+    with open_book(ledger_url, evidence=evidence) as ledger:
+        if tiles is not None:
+            _write_tiles(ledger, tiles, format_ if output is None else None)
+        return 0 if output is None else _write_archive(ledger, output, since, until, format_)
+
+
+def _write_tiles(ledger: Ledger, folder: Path, format_: Literal["table", "json"] | None) -> None:
+    from shiftbook.ledger.tiles import write_tiles
+
+    with working(f"exporting to {folder}"):
+        head = write_tiles(ledger, folder)
+    if format_ == "json":
+        emit_document(
+            {
+                "tiles": str(folder),
+                "origin": head.origin,
+                "events": head.size,
+                "root": head.root.hex(),
+            }
+        )
+    else:
+        click.echo(f"{folder}: tiles of {head.origin}, {head.size} events", err=format_ is None)
+
+
+def _write_archive(
+    ledger: Ledger,
+    output: Path,
+    since: int,
+    until: int | None,
+    format_: Literal["table", "json"],
+) -> int:
     from shiftbook.ledger.archive import export_archive
     from shiftbook.ledger.archive_heads import heads_section
 
-    with (
-        open_book(ledger_url, evidence=evidence) as ledger,
-        working(f"exporting to {output}"),
-    ):
+    with working(f"exporting to {output}"):
         # An end that is fixed now: no head in the archive covers more than its events.
         last = ledger.head().size - 1 if until is None else until
         sections = heads_section(ledger, since, last)

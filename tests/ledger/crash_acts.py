@@ -21,13 +21,18 @@ from shiftbook.ledger.archive_file import ArchiveFile
 from shiftbook.ledger.errors import ShiftbookError
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.evidence import write_segment
+from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.publication import FileOutlet
+from shiftbook.ledger.signing_keys import Ed25519Signer
+from shiftbook.ledger.tiles import write_tiles
 
 WHEN = 400
 """The call that strace fails, counted from a process's first one; an act makes fewer."""
 
 APPENDS = 3
 TRIES = 2
+KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 ROWS = [{"n": list(range(start, start + 50))} for start in range(3)]
 
 Tell = Callable[[str], None]
@@ -63,6 +68,36 @@ def append(folder: Path, tell: Tell, name: str = "ledger.db") -> None:
             )
         ledger.close()
         tell("close ok")
+
+
+def signer_of(ledger: Ledger, folder: Path) -> HeadSigner:
+    """The signer of a ledger, with its memory and its place outside the database."""
+    return HeadSigner(ledger, KEY, [FileOutlet(folder / "heads")], memory=folder / "key.last")
+
+
+def sign(folder: Path, tell: Tell) -> None:
+    """Sign and publish, append, and sign again."""
+    ledger = tried(tell, "open", lambda: Ledger.open(f"sqlite:///{folder}/ledger.db"))
+    if ledger is None:
+        return
+    signer = signer_of(ledger, folder)
+    for number in range(2):
+        head = tried(tell, f"sign {number}", signer.sign)
+        if head is not None:
+            tell(f"head {head.size} {head.root.hex()} ok")
+        if not number:
+            tried(tell, "append 0", lambda: ledger.append("job", batch(0), key="crash 0"))
+    ledger.close()
+
+
+def tiles(folder: Path, tell: Tell) -> None:
+    """Bring a folder of tiles up to a later head."""
+
+    def act() -> None:
+        with Ledger.open(f"sqlite:///{folder}/ledger.db", read_only=True) as ledger:
+            write_tiles(ledger, folder / "tiles")
+
+    tried(tell, "tiles", act)
 
 
 def create(folder: Path, tell: Tell) -> None:
@@ -105,9 +140,10 @@ ACTS: dict[str, Callable[[Path, Tell], None]] = {
     "evidence": evidence,
     "export": export,
     "import": import_,
+    "sign": sign,
+    "tiles": tiles,
 }
-"""Whatever else comes to write durably, such as the signing of heads, gets its act here and its
-check in test_crashes.py."""
+"""Whatever else comes to write durably gets its act here and its check in test_crashes.py."""
 
 
 def _quietly(act: Callable[[], Any]) -> Callable[[], None]:

@@ -33,9 +33,13 @@ from shiftbook.ledger.errors import AppendInDoubt, ArchiveError, EvidenceError, 
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.evidence import read_segment, write_segment
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.publication import read_published
 from shiftbook.ledger.segment_place import DRAFT
+from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.tiles import write_tiles
+from shiftbook.verify.heads import Outside
 from shiftbook.verify.verdict import verify
-from tests.ledger.crash_acts import ACTS, APPENDS, ROWS, WHEN, batch
+from tests.ledger.crash_acts import ACTS, APPENDS, KEY, ROWS, WHEN, batch, signer_of
 from tests.ledger.sample_ledger import write_sample
 
 DEADLINE_S = 240.0
@@ -80,9 +84,14 @@ def tracing() -> None:
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A ledger with evidence, its archive, and an older archive."""
+    """A ledger with evidence and a signed head, its archive, and an older archive."""
     folder = tmp_path_factory.mktemp("template")
     with write_sample(folder / "ledger.db", schedules=("dynamic",), iterations=1) as ledger:
+        signer_of(ledger, folder).sign()
+        write_tiles(ledger, folder / "tiles")
+        for _ in range(2):  # for a head that the tiles lack, and for one that nobody signed
+            signer_of(ledger, folder).sign()
+            ledger.append("job", batch(0))
         export_archive(ledger, folder / "whole.tar")
         export_archive(ledger, folder / "old.tar", last=5)
     return folder
@@ -260,12 +269,57 @@ def check_import(case: Case, template: Path) -> None:
     assert sound(path) == size + 1
 
 
+def check_sign(case: Case, template: Path) -> None:
+    """What was signed stands inside and outside, one history only, and the next head is whole."""
+    path, heads = case.folder / "ledger.db", case.folder / "heads"
+    signed = {tuple(line.split()[1:3]) for line in case.told if line.startswith("head ")}
+    sound(path)
+    with Ledger.open(f"sqlite:///{path}") as ledger:
+        inside = {(str(h.size), h.root.hex()) for h in ledger.tree().heads()}
+        assert signed <= inside, (case.hit, case.told)
+        *whole, (_, last) = read_published(str(heads))
+        whole += [("", last)] if last.endswith(b"\n") else []  # it may be torn, and is mended
+        outside = [SignedHead.parse(note) for _, note in whole]
+        published = {(str(head.size), head.root.hex()) for head in outside}
+        assert signed <= published <= inside, (case.hit, case.told)
+        head = signer_of(ledger, case.folder).sign()
+        assert head is not None
+        assert head.size == ledger.head().size
+    verdict = verify(
+        f"sqlite:///{path}",
+        integrity_only=True,
+        outside=Outside.read([str(heads)], [KEY.verifier.text()]),
+        require_signed=True,
+    )
+    assert verdict.exit_code == 0, (case.hit, case.told, verdict.findings[:3])
+    assert {row.status for row in verdict.coverage.rows} == {"checked"}
+    check_appends(case, "ledger.db", sound(template / "ledger.db"))
+
+
+def check_tiles(case: Case, template: Path) -> None:
+    """The folder holds the tree before or the one after, whole, and the next export goes on."""
+    folder, evidence = case.folder / "tiles", str(case.folder / "ledger.db.evidence")
+    with Ledger.open(f"sqlite:///{case.folder}/ledger.db", read_only=True) as ledger:
+        *_, before, after = (head.data() for head in ledger.tree().heads())
+        found = (folder / "checkpoint").read_bytes()
+        assert found in (before, after), case.hit
+        if case.acknowledged("tiles"):
+            assert found == after
+        outside = Outside((), (KEY.verifier,))
+        for _ in ("as it was left", "after the next export"):
+            verdict = verify(str(folder), integrity_only=True, outside=outside, evidence=evidence)
+            assert verdict.exit_code == 0, (case.hit, case.told, verdict.findings[:3])
+            assert write_tiles(ledger, folder).data() == after
+
+
 CHECKS: dict[str, Callable[[Case, Path], None]] = {
     "append": check_append,
     "create": check_create,
     "evidence": check_evidence,
     "export": check_export,
     "import": check_import,
+    "sign": check_sign,
+    "tiles": check_tiles,
 }
 
 
@@ -287,6 +341,10 @@ SOME = [
     ("export", "rename", "signal=SIGKILL"),
     ("import", "fdatasync", "error=EIO"),
     ("import", "pwrite64", "signal=SIGKILL"),
+    ("sign", "fsync", "error=EIO"),
+    ("sign", "rename", "signal=SIGKILL"),
+    ("tiles", "fsync", "error=EIO"),
+    ("tiles", "rename", "signal=SIGKILL"),
 ]
 """What is tried: the first call of a kind, one in the middle and the last; two acts by default."""
 QUICK = SOME[:2]
@@ -313,6 +371,7 @@ def test_some_calls(act: str, call: str, inject: str, template: Path, tmp_path: 
         *((act, inject) for act in sorted(ACTS) for inject in ("error=EIO", "signal=SIGKILL")),
         ("append", "error=ENOSPC"),
         ("export", "error=ENOSPC"),
+        ("sign", "error=ENOSPC"),
     ],
 )
 def test_each_call(act: str, inject: str, template: Path, tmp_path: Path) -> None:

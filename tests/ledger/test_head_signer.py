@@ -20,7 +20,12 @@ from pathlib import Path
 import pytest
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.errors import InvalidInput, PublicationFailed, SigningRefused
+from shiftbook.ledger.errors import (
+    InvalidInput,
+    PublicationFailed,
+    SigningFailed,
+    SigningRefused,
+)
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
@@ -41,6 +46,7 @@ from shiftbook.ledger.publication import (
 )
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Ed25519Signer
+from tests.postgres_server import running_server
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 OTHER = Ed25519Signer("example.com/runs", bytes(32))
@@ -437,6 +443,55 @@ def test_run_tells_of_a_place_out_of_reach_and_goes_on(ledger: Ledger) -> None:
     grow(ledger, 1)
     with pytest.raises(PublicationFailed):
         HeadSigner(ledger, KEY, [place]).run(stop=stop)
+
+
+def test_run_outlives_a_server_that_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGUSER", "postgres")
+    stop, problem = threading.Event(), threading.Event()
+    place, refused = FileOutlet(tmp_path / "heads"), list[Exception]()
+    with running_server(fsync="off") as server:
+        with Ledger.open(server.url()) as book:
+            grow(book, 5)
+        with Ledger.open(server.url(), lock_timeout_s=1.0) as book:
+
+            def work() -> None:
+                try:
+                    HeadSigner(book, KEY, [place]).run(
+                        every=1, each_s=0.05, stop=stop, poll_s=0.01,
+                        on_problem=lambda error: problem.set(),
+                    )  # fmt: skip
+                except Exception as error:
+                    refused.append(error)
+
+            def signed(size: int) -> None:
+                deadline = time.monotonic() + 30
+                while not (last := place.last()) or last.size < size:
+                    assert time.monotonic() < deadline
+                    thread.join(0.02)
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            signed(5)
+            server.stop("fast")
+            assert problem.wait(30)
+            server.start()
+            with Ledger.open(server.url()) as other:
+                grow(other, 2)
+            signed(7)
+            stop.set()
+            thread.join(30)
+    assert refused == []
+
+
+def test_what_the_memory_cannot_keep_is_not_signed(ledger: Ledger, tmp_path: Path) -> None:
+    grow(ledger, 1)
+    place = FileOutlet(tmp_path / "heads")
+    signer = HeadSigner(ledger, KEY, [place], memory=tmp_path / "none" / "key.last")
+    with pytest.raises(SigningFailed, match=r"nothing was signed; make its folder writable"):
+        signer.sign()
+    assert (signer.signed_size, place.last()) == (0, None)
 
 
 # -- places ----------------------------------------------------------------------------------

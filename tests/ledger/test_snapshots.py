@@ -13,9 +13,11 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -23,12 +25,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from shiftbook.ledger import folding, snapshots
 from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events import job, lease, observation, reallocation, safety
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Decision
 from shiftbook.ledger.snapshots import Snapshots, fold_code
 from shiftbook.ledger.state import JobState, LedgerState, fold
+from shiftbook.ledger.topology import Topology
 from tests.ledger.sample_ledger import write_sample
 from tests.strategies import events
 
@@ -298,3 +302,24 @@ def test_events_of_unknown_type_move_a_job_on(tmp_path: Path) -> None:
         ledger.append("j", [event] * 5)
         assert ledger.state().job("j").version == 4
         assert seen(ledger.state()) == seen(fold(ledger.read()))
+
+
+LOOK_ALIKE = '"recorded_ns":1,"schema":1,"sequence":1,"type":"Nothing","version":1,"writer":"w"}'
+"""The end of an event that would change nothing."""
+
+
+def test_an_event_that_names_the_end_of_another_is_folded_as_what_it_is(tmp_path: Path) -> None:
+    """Types that change nothing are told by the end of the bytes, which a text may imitate."""
+    with Ledger.open(f"sqlite:///{tmp_path}/book.db", writer=LOOK_ALIKE) as ledger:
+        event = safety.SafeModeEntered(reason=LOOK_ALIKE, by=LOOK_ALIKE, topology=Topology())
+        ledger.append("a", event)
+        assert ledger.state().job("a").safe_mode == LOOK_ALIKE
+        (row,) = ledger.rows()
+    # Another program's order of fields, with the body last.
+    fields = {**orjson.loads(row.data), "writer": "w"}
+    body = {**fields.pop("body"), **orjson.loads("{" + LOOK_ALIKE)}
+    data = orjson.dumps({**fields, "body": body})
+    assert data.endswith(LOOK_ALIKE.encode() + b"}")
+    known = folding._Known(JobState("a"), -1, b"")
+    with pytest.raises(InvalidEvent, match="recorded_ns"):
+        folding._take(known, replace(row, data=data))

@@ -72,7 +72,12 @@ class Signed:
         return verify(f"sqlite:///{self.path}", outside=outside, **options)  # type: ignore[arg-type]
 
 
-def write_signed(folder: Path, sizes: tuple[int, ...] = SIZES, run: Run | None = None) -> Signed:
+def write_signed(
+    folder: Path,
+    sizes: tuple[int, ...] = SIZES,
+    run: Run | None = None,
+    signer: Ed25519Signer = KEY,
+) -> Signed:
     """Write the run piece by piece and sign after each; all of the ledger stands in its file."""
     entries = (run or long_run()).entries
     signed = Signed(folder / "ledger.db", folder / "heads")
@@ -81,7 +86,7 @@ def write_signed(folder: Path, sizes: tuple[int, ...] = SIZES, run: Run | None =
             Run(entries[start:stop]).write(signed.path)
         if stop in sizes:
             with Ledger.open(f"sqlite:///{signed.path}") as ledger:
-                HeadSigner(ledger, KEY, [FileOutlet(signed.heads)]).sign()
+                HeadSigner(ledger, signer, [FileOutlet(signed.heads)]).sign()
     with sqlite3.connect(signed.path) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         connection.execute("PRAGMA journal_mode=delete")

@@ -28,13 +28,16 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.merkle import CompactRange
 from shiftbook.ledger.publication import FileOutlet, UrlOutlet
 from shiftbook.ledger.signed_note import SignedHead, split_heads
+from shiftbook.ledger.tables import EVENTS as EVENT_TABLE
+from shiftbook.ledger.tables import METADATA
 from shiftbook.verify import stored
+from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.heads import Outside
 from shiftbook.verify.verdict import Verdict, follow, verify
 from tests.verify.honest_run import Run
 from tests.verify.signed_run import EVENTS, KEY, SIZES, THIEF, Signed, long_run, write_signed
 
-TABLES = ("events", "heads", "nodes", "meta")
+TABLES = tuple(METADATA.tables)
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,13 @@ def test_a_prefix_is_held_against_the_heads_that_it_covers(copy: Signed) -> None
     assert copy.verify(until=150, require_signed=True).exit_code == 2
 
 
+def test_heads_are_required_of_the_stored_bytes_alone_too(copy: Signed) -> None:
+    assert copy.verify(integrity_only=True, require_signed=True).exit_code == 0
+    verdict = copy.verify(integrity_only=True, require_signed=True, heads=False)
+    assert (verdict.exit_code, verdict.findings) == (2, ())
+    assert f"{EVENTS} events from position 0 on" in verdict.could_not[0]
+
+
 def test_a_followed_ledger_is_held_against_its_heads_at_the_end(copy: Signed) -> None:
     def outside() -> Outside:
         return Outside.read([str(copy.heads)], [KEY.verifier.text()])
@@ -155,6 +165,10 @@ EVENT_COLUMNS = {
     "recorded_ns": "recorded_ns + 1", "data": "cast('{' || substr(data, 3) as blob)",
     "leaf": "zeroblob(32)",
 }  # fmt: skip
+
+
+def test_no_column_of_events_is_forgotten() -> None:
+    assert set(EVENT_COLUMNS) == {column.name for column in EVENT_TABLE.columns}
 
 
 @pytest.mark.parametrize("at", [0, 70, 301])
@@ -363,6 +377,37 @@ def test_rows_of_meta(copy: Signed, name: str) -> None:
     assert verdict.protected_until == EVENTS - 1
 
 
+REVISION_ROWS = {
+    "changed": "update derived_revision set version_num = '0001x'",
+    "as blob": "update derived_revision set version_num = cast(version_num as blob)",
+    "emptied": "update derived_revision set version_num = null",
+    "inserted": "insert into derived_revision values ('0001')",
+    "duplicated": "insert into derived_revision select * from derived_revision",
+}
+
+
+@pytest.mark.parametrize("name", REVISION_ROWS)
+def test_rows_of_the_revision(copy: Signed, name: str) -> None:
+    own(copy.path, REVISION_ROWS[name])
+    verdict = copy.verify()
+    assert told(verdict) == [("integrity", 0)]
+    assert "one revision of" in verdict.findings[0].expected
+
+
+def test_a_newer_revision_wants_a_newer_build(copy: Signed) -> None:
+    own(copy.path, "update derived_revision set version_num = '9001'")
+    with pytest.raises(UnreadableStore, match="newer Shiftbook"):
+        copy.verify()
+
+
+def test_an_older_revision_is_brought_up_by_the_next_writer(copy: Signed) -> None:
+    """It says what a build made beside the events, so an older one is no lie about an event."""
+    own(copy.path, "update derived_revision set version_num = '0001'")
+    assert copy.verify().exit_code == 0
+    own(copy.path, "delete from derived_revision")
+    assert copy.verify().exit_code == 0
+
+
 # -- the heads outside -----------------------------------------------------------------------
 
 Notes = list[bytes]
@@ -436,6 +481,39 @@ def test_heads_at_a_url(copy: Signed, tmp_path: Path) -> None:
     verdict = verify(f"sqlite:///{copy.path}", outside=outside, require_signed=True)
     assert verdict.exit_code == 0
     assert verdict.coverage.row("outside").checks == 10
+
+
+def object_of(folder: Path, number: int) -> Path:
+    return sorted(folder.iterdir())[number]
+
+
+OBJECTS: dict[str, tuple[Callable[[Path], object], int]] = {
+    "changed": (lambda f: flip(object_of(f, 1)), 119),
+    "truncated": (lambda f: object_of(f, 1).write_bytes(object_of(f, 1).read_bytes()[:50]), 119),
+    "emptied": (lambda f: object_of(f, 1).write_bytes(b""), 119),
+    "swapped": (lambda f: swap(object_of(f, 1), object_of(f, 2)), 119),
+    "deleted": (lambda f: object_of(f, 1).unlink(), 119),
+    "renamed": (lambda f: object_of(f, 1).rename(f / f"{130:020d}"), 129),
+    "duplicated": (lambda f: shutil.copy(object_of(f, 1), f / f"{130:020d}"), 129),
+    "inserted": (lambda f: (f / f"{130:020d}").write_bytes(note(130)), 129),
+    "of a thief": (lambda f: object_of(f, 1).write_bytes(note(120, signer=THIEF)), 119),
+    "another root": (lambda f: object_of(f, 1).write_bytes(note(120)), 119),
+}
+"""What is done to a folder of heads at a URL, and where it shows."""
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_heads_at_a_url_changed(copy: Signed, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "heads-at-url"
+    place = UrlOutlet(f"file://{folder}")
+    for _, chunk in split_heads(copy.heads.read_bytes()):
+        place.publish(SignedHead.parse(chunk.rstrip(b"\n") + b"\n"))
+    change, at = OBJECTS[name]
+    change(folder)
+    outside = Outside.read([f"file://{folder}"], [KEY.verifier.text()])
+    verdict = verify(f"sqlite:///{copy.path}", outside=outside)
+    assert verdict.exit_code == 1
+    assert ("outside", at) in told(verdict), [f.plain() for f in verdict.findings]
 
 
 # -- evidence --------------------------------------------------------------------------------
