@@ -13,6 +13,7 @@ from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.grouped import judge_all
+from shiftbook.verify.grouping import plain_stories
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
 from shiftbook.verify.judge import Judge, Judgement
@@ -83,6 +84,7 @@ class Verdict:
             "unprotected_after": self.protected_until,
             "unprotected": self.last - self.protected_until,
             "findings": [finding.plain() for finding in self.findings],
+            "stories": plain_stories(self.findings),
             "findings_left_off": self.findings_left_off,
             "could_not": list(self.could_not),
             "open_operations": self.open_operations,
