@@ -73,6 +73,8 @@ class JudgedJob:
     """Unknown types and how often each stands in the ledger."""
     open_operations: list[str]
     """What is open at the head of a job that is not closed, in words."""
+    closed: bool = True
+    """Whether the job was closed within the range."""
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Judge:
             active=bool(bench.trained or job.operations or job.syncs),
             unknown=bench.unknown,
             open_operations=[] if job.status == "closed" else open_operations(job),
+            closed=job.status == "closed",
         )
 
     def report(self, finding: Finding) -> None:

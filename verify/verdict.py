@@ -277,6 +277,11 @@ def _verdict(
             "nothing"
         )
     for name, judged in judgement.jobs.items():
+        if not judged.closed:
+            notes.append(
+                f"{name} is not closed at position {report.sound_until}: it was judged as far as "
+                "it is recorded; --follow judges it to its end"
+            )
         for unknown, count in judged.unknown.items():
             notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
     findings = [*report.findings, *signed.findings, *judgement.findings]
