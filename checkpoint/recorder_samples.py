@@ -26,9 +26,9 @@ class Generated:
 
     ``tokens`` are all token ids, prompt and tool text included; ``sampled`` marks those that the
     policy drew (None: all); ``logps`` has one log-probability for each token, of any value where
-    none was sampled. ``version`` is the policy version, or the version of each token. ``stream``
-    names the randomness it was drawn with, ``cache_version`` the oldest weights whose cached
-    values it was computed from.
+    none was sampled, and is None where the engine gave none. ``version`` is the policy version, or
+    the version of each token. ``stream`` names the randomness it was drawn with, ``cache_version``
+    the oldest weights whose cached values it was computed from.
     """
 
     uid: str
@@ -110,6 +110,8 @@ def _masks(masks: Sequence[Any]) -> list[_Mask | None]:
 
 
 def _logp_digest(values: Any, mask: _Mask | None) -> str:
+    if values is None:
+        return digest(b"")
     return digest(floats_bytes(values if mask is None else mask.kept(values)))
 
 

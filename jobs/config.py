@@ -38,8 +38,10 @@ REQUIRED_INVARIANTS = (
     "I1",
     "I2",
     "I3",
+    "I4",
     "I6",
     "I8",
+    "I9",
     "I10",
     "I10b",
     "I11",
@@ -48,13 +50,19 @@ REQUIRED_INVARIANTS = (
     "I13",
     "I14",
     "I15",
+    "I16",
     "I17",
     "I17b",
     "I18",
     "I19",
+    "I20",
     "I21",
+    "I22",
     "I23",
+    "I26",
+    "I27",
     "I5",
+    "recomputed",
     "move-equality",
     "record",
     "replay",
@@ -127,14 +135,15 @@ def base_policy() -> Path:
 
 def plan_of(config: JobConfig) -> Plan:
     """The contract that the verifier holds the job to."""
-    from shiftbook.jobs import tokenizer
+    from shiftbook.checkpoint.recorder_data import dataset_digest
+    from shiftbook.jobs.questions import question_digests
 
     return Plan(
         seed=config.seed,
         iterations=config.iterations,
         data=DataPlan(
-            dataset_digest=_digest(f"arithmetic/{config.seed}/{DATASET_SIZE}"),
-            tokenizer_digest=_digest("\n".join(tokenizer.SYMBOLS)),
+            dataset_digest=dataset_digest(question_digests(config.seed, DATASET_SIZE)),
+            tokenizer_digest=tokenizer_digest(),
             dataset_size=DATASET_SIZE,
             sampler_rule=HASH_SORT,
             seed=config.seed,
@@ -148,12 +157,14 @@ def plan_of(config: JobConfig) -> Plan:
             learning_rate=config.learning_rate,
             clip_norm=config.clip_norm,
             loss_terms={"policy": 1.0, "kl": 0.01},
+            clip_range=0.2,
         ),
         moves=MovePlan(mode="act" if config.schedule == "dynamic" else "observe"),
         shadow=shadow_of(config),
         required_invariants=(
             *REQUIRED_INVARIANTS,
-            *(("I16",) if config.engine == "vllm" else ()),
+            # Which version wrote a block of its cache vLLM does not say.
+            *(("I7",) if config.engine == "torch" else ()),
             *(("shadow",) if config.shadow_every is not None else ()),
         ),
         tolerances={} if config.tolerance is None else {"I16": config.tolerance},
@@ -184,8 +195,11 @@ def sampling_of(config: JobConfig) -> SamplingPlan:
     return SamplingPlan(engine="shiftbook.jobs.engine", engine_dtype="float32")
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def tokenizer_digest() -> str:
+    """SHA-256 over the vocabulary, hex."""
+    from shiftbook.jobs import tokenizer
+
+    return hashlib.sha256("\n".join(tokenizer.SYMBOLS).encode()).hexdigest()
 
 
 def split(devices: tuple[str, ...], rollout: int, trainer: int, inference: int = 1) -> Topology:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
 from shiftbook.ledger.report import write_report
 from shiftbook.ledger.state import JobState
+from shiftbook.verify.coverage import Row
 from shiftbook.verify.shadowing import Outcome as ShadowOutcome
 from shiftbook.verify.verdict import Verdict, verify
 
@@ -374,12 +376,15 @@ def rows_of(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _verdict_line(verdict: Verdict) -> str:
-    """The verdict in a line: what is required, and how far it was checked."""
+    """The verdict in a line: what is required, what is not, and how far either was checked."""
     required = [row for row in verdict.coverage.rows if row.required]
-    checked = sum(row.status == "checked" for row in required)
-    nothing = sum(row.status == "nothing to check" for row in required)
-    left = len(verdict.coverage.rows) - len(required)
+    others = [row for row in verdict.coverage.rows if not row.required]
     return (
-        f"{verdict.word}: {len(verdict.findings)} findings; {len(required)} invariants required, "
-        f"{checked} checked and {nothing} with nothing to check; {left} others not checked"
+        f"{verdict.word}: {len(verdict.findings)} findings; {len(required)} invariants required: "
+        f"{_statuses(required)}; {len(others)} others: {_statuses(others)}"
     )
+
+
+def _statuses(rows: Sequence[Row]) -> str:
+    counts = Counter(row.status for row in rows)
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items())) or "none"

@@ -28,7 +28,7 @@ __all__ = ["TorchEngine", "TurnRequest", "TurnResult"]
 class _Lane:
     """A running request: its known tokens, and how many of them stand in the KV cache."""
 
-    __slots__ = ("fed", "key", "known", "limit", "logps", "request", "start", "versions")
+    __slots__ = ("fed", "key", "known", "limit", "logps", "oldest", "request", "start", "versions")
 
     def __init__(self, request: TurnRequest, context: int) -> None:
         self.request = request
@@ -39,6 +39,8 @@ class _Lane:
         self.logps = list(request.partial_logps)
         self.versions = list(request.partial_versions)
         self.fed = 0
+        self.oldest = -1
+        """Oldest version that wrote any of the values that stand in the cache."""
 
     def as_request(self) -> TurnRequest:
         """The request with what has been sampled so far as its partial turn."""
@@ -199,6 +201,8 @@ class TorchEngine:
         for index, lane in active:
             if lane.fed == 0:
                 kernel.forget(index)
+                lane.oldest = self.version
+            lane.oldest = min(lane.oldest, self.version)
             self._tokens[index] = lane.known[lane.fed]
             self._positions[index] = lane.fed
             lane.fed += 1
@@ -275,4 +279,6 @@ class TorchEngine:
             logps=lane.logps,
             versions=lane.versions,
             finish_reason=reason,
+            stream=lane.key,
+            cache_version=lane.oldest,
         )

@@ -46,6 +46,8 @@ class TurnResult:
 
     ``finish_reason`` is ``end`` (the policy wrote ``<end>``), ``budget`` (``max_new`` reached) or
     ``context`` (the model's context is full). ``versions`` is the policy version of each token.
+    ``stream`` is the key that the engine drew the turn's tokens with; ``cache_version`` the oldest
+    policy version whose cached values the turn was computed from, None where it cannot be told.
     """
 
     uid: str
@@ -54,6 +56,8 @@ class TurnResult:
     logps: list[float]
     versions: list[int]
     finish_reason: str
+    stream: int | None = None
+    cache_version: int | None = None
 
 
 class Engine(Protocol):

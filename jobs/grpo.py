@@ -20,6 +20,7 @@ from shiftbook.checkpoint.elastic import GroupLoss
 from shiftbook.jobs import tokenizer
 from shiftbook.jobs.errors import TrainingError
 from shiftbook.jobs.keyed_rng import hash64, parse_uid
+from shiftbook.jobs.loss_watch import watch
 from shiftbook.jobs.model import ModelConfig, PolicyModel, forward_train, upcast
 from shiftbook.jobs.task import EpisodeState
 
@@ -132,7 +133,8 @@ class GrpoLoss:
     """The loss function of the reference job's virtual ranks.
 
     Called with the model (float32 values of the published policy) and (batch, iteration); the
-    masks of dropout are keyed by (seed, iteration, draw).
+    masks of dropout are keyed by (seed, iteration, draw). Loss and gradient are computed again by
+    other code (``loss_watch``), into the statistics.
     """
 
     def __init__(self, config: GrpoConfig, seed: int) -> None:
@@ -157,7 +159,8 @@ class GrpoLoss:
         mask = torch.tensor(batch.mask[:, 1:])
         behaviour = torch.tensor(batch.behaviour_logps[:, 1:])
         reference = torch.tensor(batch.reference_logps[:, 1:])
-        advantage = torch.tensor(advantages(batch.rewards)).unsqueeze(1)
+        relative = advantages(batch.rewards)
+        advantage = torch.tensor(relative).unsqueeze(1)
         generator = None
         if loss.dropout > 0.0:
             key = hash64(self.seed, _DROPOUT_STREAM, iteration, batch.draw)
@@ -173,16 +176,25 @@ class GrpoLoss:
             gap = torch.where(mask, (logps - behaviour).abs(), 0.0).max()
             kl_sum = torch.where(mask, kl, 0.0).sum()
             clipped_tokens = (mask & (ratio != clipped)).sum()
+        stats = {
+            "kl_sum": kl_sum.item(),
+            "clipped_tokens": float(clipped_tokens.item()),
+            "reward_sum": float(batch.rewards.sum()),
+            "samples": float(len(batch.uids)),
+        }
+        watch(
+            stats,
+            logps=logps,
+            behaviour=batch.behaviour_logps[:, 1:],
+            reference=batch.reference_logps[:, 1:],
+            advantages=relative,
+            mask=batch.mask[:, 1:],
+            total=total,
+            kl_coefficient=loss.kl_coefficient,
+            clip_epsilon=loss.clip_epsilon,
+        )
         return GroupLoss(
-            total,
-            batch.sampled_tokens,
-            stats={
-                "kl_sum": kl_sum.item(),
-                "clipped_tokens": float(clipped_tokens.item()),
-                "reward_sum": float(batch.rewards.sum()),
-                "samples": float(len(batch.uids)),
-            },
-            notes={"logp_gap_max": gap.item()},
+            total, batch.sampled_tokens, stats=stats, notes={"logp_gap_max": gap.item()}
         )
 
 

@@ -60,6 +60,12 @@ class Iteration:
         """Place of a sample's group in the draw."""
         return parse_uid(uid)[0] - self._first
 
+    def prompt(self, group: int) -> list[int]:
+        """Tokens of a group's question, as its episodes begin with them."""
+        uid = format_uid(self.draws[group].ordinal, 0)
+        episode = self.samples[uid].episode
+        return episode.tokens[: len(episode.question.tokens)]
+
     def first_turns(self) -> list[Work]:
         """The first turn of every episode, in group order so that groups complete early."""
         return [self._turn(sample.episode, "trainer") for sample in self.samples.values()]

@@ -29,7 +29,7 @@ from shiftbook.jobs.config import (
 from shiftbook.jobs.desk import Desk
 from shiftbook.jobs.iteration import Iteration
 from shiftbook.jobs.open_moves import close_open_moves
-from shiftbook.jobs.records import consumed, drawn, generated, updated
+from shiftbook.jobs.records import begun, consumed, drawn, generated, updated
 from shiftbook.jobs.reports import IterationTimes
 from shiftbook.jobs.right_of_way import RightOfWay
 from shiftbook.jobs.standing import Standing
@@ -277,6 +277,12 @@ class TrainingLoop:
             config, self._fleet, self._sampler, standing, self._desk, self._way, self._care
         )
         standing.version = start.version
+
+        def make() -> list[Draft]:
+            made = begun(name, start.iteration, config.seed, self._evidence)
+            return [Draft(event) for event in made]
+
+        self._recording.later(make, key=f"{name}/begun")
         if start.saved is None:
             event = self._saved(first_bundle(config, name), 0)
             self._recording.now([Draft(event)], key=f"{name}/bundle-0")

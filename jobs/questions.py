@@ -16,11 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from shiftbook.jobs import tokenizer
 from shiftbook.jobs.errors import TaskError
 from shiftbook.jobs.keyed_rng import hash64, uniform_at
+from shiftbook.ledger.digests import token_digest
 
 # Operands of a question and how often; longer chains weigh more, as tools do in agents' episodes.
 OPERAND_SHARES = {3: 0.15, 4: 0.20, 5: 0.30, 6: 0.35}
@@ -91,6 +93,12 @@ def question(seed: int, index: int) -> Question:
         value = value + number if sign == "+" else value - number
         text += f"{sign}{number}"
     return Question(index, (tokenizer.BOS, *tokenizer.encode(text + "=")), value)
+
+
+@lru_cache(maxsize=4)
+def question_digests(seed: int, size: int) -> tuple[str, ...]:
+    """Token digest of each of the first ``size`` questions: what a ledger knows of the data set."""
+    return tuple(token_digest(question(seed, index).tokens) for index in range(size))
 
 
 def parse_turn(tokens: Sequence[int], finish_reason: str) -> TurnEnd:

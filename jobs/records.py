@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from shiftbook.checkpoint.recorder_data import dataset_digest
+from shiftbook.checkpoint.recorder_state import mask_digest
 from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
+from shiftbook.jobs.config import DATASET_SIZE, tokenizer_digest
 from shiftbook.jobs.grpo import advantages
 from shiftbook.jobs.iteration import Iteration
+from shiftbook.jobs.keyed_rng import hash64
+from shiftbook.jobs.questions import question_digests
 from shiftbook.ledger.digests import (
     consumed_digest,
     generated_digest,
@@ -17,8 +23,10 @@ from shiftbook.ledger.digests import (
     rewarded_digest,
     token_digest,
 )
+from shiftbook.ledger.events.probes import DataBuilt, RandomStatesRecorded
 from shiftbook.ledger.events.training import (
     BatchConsumed,
+    RankState,
     SamplesDrawn,
     SamplesGenerated,
     SamplesRewarded,
@@ -29,6 +37,8 @@ from shiftbook.ledger.events.training import (
 from shiftbook.ledger.evidence import write_segment
 
 SCORER = "exact-match"
+MOST_PROMPTS = 512
+"""Prompts whose digests stand in the event of their draw, which has room for 60,000 bytes."""
 TRANSFORM = Transform(temperature=1.0, top_p=1.0, log_probs="raw")
 """How every engine of the job draws: from the policy's own distribution."""
 
@@ -36,6 +46,11 @@ TRANSFORM = Transform(temperature=1.0, top_p=1.0, log_probs="raw")
 def drawn(attempt: str, iteration: Iteration, rule: str, seed: int) -> SamplesDrawn:
     """The prompts of an iteration, in draw order."""
     first = iteration.draws[0]
+    prompts = None
+    if len(iteration.draws) <= MOST_PROMPTS:
+        prompts = tuple(
+            token_digest(iteration.prompt(place)) for place in range(len(iteration.draws))
+        )
     return SamplesDrawn(
         attempt=attempt,
         iteration=iteration.number,
@@ -45,7 +60,47 @@ def drawn(attempt: str, iteration: Iteration, rule: str, seed: int) -> SamplesDr
         start=first.ordinal,
         indices=tuple(draw.index for draw in iteration.draws),
         group_size=iteration.group_size,
+        prompt_digests=prompts,
     )
+
+
+def begun(
+    attempt: str, iteration: int, seed: int, folder: Path | str
+) -> tuple[DataBuilt, RandomStatesRecorded]:
+    """What an attempt begins with: the data set as it is made here, and no generator at all.
+
+    Every draw of the job is keyed by what it is for, so no random state goes on from one to the
+    next, and none is lost by a move or a crash.
+    """
+    digests = question_digests(seed, DATASET_SIZE)
+    rows = {"index": list(range(DATASET_SIZE)), "digest": list(digests)}
+    return (
+        DataBuilt(
+            attempt=attempt,
+            dataset_digest=dataset_digest(digests),
+            tokenizer_digest=tokenizer_digest(),
+            size=DATASET_SIZE,
+            segment=write_segment(folder, rows),
+        ),
+        RandomStatesRecorded(attempt=attempt, iteration=iteration, moment="start", states={}),
+    )
+
+
+def _optional(columns: dict[str, list[Any]], *names: str) -> dict[str, list[Any]]:
+    """The columns without those of ``names`` that some row has no value for."""
+    return {n: c for n, c in columns.items() if n not in names or None not in c}
+
+
+def _stream(streams: Sequence[int | None]) -> str | None:
+    """Name of a sample's randomness: from the keys that its turns were drawn with."""
+    known = [key for key in streams if key is not None]
+    return f"{hash64(*known):016x}" if known and len(known) == len(streams) else None
+
+
+def _oldest(versions: Sequence[int | None]) -> int | None:
+    """Oldest version of cached values over a sample's turns; None where an engine did not say."""
+    known = [version for version in versions if version is not None]
+    return min(known) if known and len(known) == len(versions) else None
 
 
 def generated(
@@ -56,7 +111,8 @@ def generated(
         name: []
         for name in (
             "uid", "group", "turns", "tokens", "token_digest", "logp_digest",
-            "version_min", "version_max", "replica", "incarnation",
+            "version_min", "version_max", "replica", "incarnation", "mask_digest", "prompt_digest",
+            "stream", "cache_version_min",
         )
     }  # fmt: skip
     rewards: dict[str, list[Any]] = {"uid": [], "token_digest": [], "reward": [], "scorer": []}
@@ -67,6 +123,7 @@ def generated(
         episode = sample.episode
         versions = [v for v, on in zip(episode.versions, episode.mask, strict=True) if on]
         digest = token_digest(episode.tokens)
+        prompt = episode.tokens[: len(episode.question.tokens)]
         sampled += len(versions)
         for name, value in (
             ("uid", uid),
@@ -79,6 +136,10 @@ def generated(
             ("version_max", max(versions)),
             ("replica", sample.worker[0]),
             ("incarnation", sample.worker[1]),
+            ("mask_digest", mask_digest([on == 1 for on in episode.mask])),
+            ("prompt_digest", token_digest(prompt)),
+            ("stream", _stream(episode.streams)),
+            ("cache_version_min", _oldest(episode.cache_versions)),
         ):
             columns[name].append(value)
         for name, value in (
@@ -99,7 +160,7 @@ def generated(
             sampled_tokens=sampled,
             policy_version=version,
             digest=generated_digest(triples),
-            segment=write_segment(folder, columns),
+            segment=write_segment(folder, _optional(columns, "stream", "cache_version_min")),
             transform=TRANSFORM,
         ),
         SamplesRewarded(
@@ -121,6 +182,7 @@ def consumed(
         name: []
         for name in (
             "uid", "token_digest", "reward", "advantage", "group", "virtual_rank", "tokens",
+            "mask_digest", "logp_digest",
         )
     }  # fmt: skip
     version_min = version
@@ -139,6 +201,8 @@ def consumed(
                 ("group", group),
                 ("virtual_rank", plan.rank_of(group)),
                 ("tokens", int(batch.mask[row].sum())),
+                ("mask_digest", mask_digest(batch.mask[row, : lengths[row]])),
+                ("logp_digest", logp_digest(batch.behaviour_logps[row, : lengths[row]].tolist())),
             ):
                 columns[name].append(value)
     pairs = zip(columns["uid"], columns["token_digest"], strict=True)
@@ -164,7 +228,7 @@ def updated(
 ) -> UpdateApplied:
     """The optimizer step: ``first`` is rank 0's report, ``ranks`` pairs each report with the
     status of the process that made it."""
-    before, after = first["before"], first["after"]
+    before, after, watched = first["before"], first["after"], first["watched"]
     places = [
         VirtualRank(
             virtual_rank=rank, pid=status["pid"], device=status["device"], groups=groups_per_rank
@@ -192,4 +256,17 @@ def updated(
         clipped=first["clipped"],
         skipped=False,
         virtual_ranks=tuple(sorted(places, key=lambda place: place.virtual_rank)),
+        cast_before=watched["cast"][0],
+        cast_after=watched["cast"][1],
+        ranks=tuple(
+            RankState(
+                rank=number,
+                params=report["after"]["model"],
+                gradient=report["watched"]["gradient"],
+            )
+            for number, (report, _) in enumerate(ranks)
+        ),
+        loss_terms=watched["loss_terms"],
+        recomputed=watched["recomputed"],
+        unmoved=watched["unmoved"],
     )

@@ -33,7 +33,8 @@ class EpisodeState:
 
     ``tokens`` is the whole context (question, turns, tool results); ``mask``, ``logps`` and
     ``versions`` run beside it: 1, log-probability and policy version where the policy sampled the
-    token, and 0, 0.0 and -1 where it was given.
+    token, and 0, 0.0 and -1 where it was given. ``streams`` and ``cache_versions`` have what
+    engines said of each turn.
     """
 
     uid: str
@@ -45,6 +46,8 @@ class EpisodeState:
     logps: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     turns: list[list[int]] = field(default_factory=list)
+    streams: list[int | None] = field(default_factory=list)
+    cache_versions: list[int | None] = field(default_factory=list)
     phase: Phase = "generate"
     calls: int = 0
     pending_call: str | None = None
@@ -105,6 +108,8 @@ class EpisodeState:
         self.logps += result.logps
         self.versions += result.versions
         self.turns.append(list(result.tokens))
+        self.streams.append(result.stream)
+        self.cache_versions.append(result.cache_version)
         end = parse_turn(result.tokens, result.finish_reason)
         if end.kind == "call" and self.calls < MAX_CALLS:
             self.phase, self.pending_call = "tool", end.text

@@ -22,6 +22,7 @@ from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.optimizer import publish
 from shiftbook.jobs.trainer_state import TrainerState, make_trainer
+from shiftbook.jobs.update_watch import UpdateWatch
 from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loaded
 from shiftbook.scheduler.workers.host import HostSpec
 from shiftbook.scheduler.workers.transfer import fetch, offer
@@ -272,7 +273,9 @@ class TrainerWorker:
             raise TrainingError(f"expected an update to {state.version + 1}, asked for {version}")
         before = state.roots()
         state.ranks.clip_norm = clip_norm
-        report = state.ranks.update(learning_rate)
+        lead = state.layout.rank == 0
+        with UpdateWatch(state, clip_norm, self._loss.config.kl_coefficient, lead) as watch:
+            report = state.ranks.update(learning_rate)
         state.version = version
         state.iteration += 1
         after, self._loaded_after = self._loaded_after, None
@@ -286,7 +289,8 @@ class TrainerWorker:
             "grad_norm": report.grad_norm,
             "clipped": report.clipped,
             "learning_rate": learning_rate,
-            "weights": state.parts()["model"] if state.layout.rank == 0 else None,
+            "weights": state.parts()["model"] if lead else None,
+            "watched": watch.said(report, learning_rate),
             "block": list(self._block(state.layout)),
             "first_use_after": after,
         }

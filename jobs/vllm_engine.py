@@ -51,13 +51,14 @@ KV_BYTES = 64 << 20
 class _Lane:
     """A turn that vLLM decodes: its request, and what was sampled so far."""
 
-    __slots__ = ("limit", "logps", "request", "tokens", "versions")
+    __slots__ = ("key", "limit", "logps", "request", "tokens", "versions")
 
     def __init__(self, request: TurnRequest, context: int) -> None:
         self.request = request
         self.tokens = list(request.partial)
         self.logps = list(request.partial_logps)
         self.versions = list(request.partial_versions)
+        self.key = turn_key(request.seed, request.uid, request.turn)
         self.limit = min(request.max_new, context - len(request.context))
 
     def as_request(self) -> TurnRequest:
@@ -262,7 +263,7 @@ class VllmEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.DELTA,
                 extra_args={
-                    "shiftbook_key": turn_key(request.seed, request.uid, request.turn),
+                    "shiftbook_key": lane.key,
                     "shiftbook_begun": len(lane.tokens),
                 },
             )
@@ -296,7 +297,16 @@ class VllmEngine:
             reason = "context"
         else:
             reason = "budget"
-        return TurnResult(request.uid, request.turn, lane.tokens, lane.logps, lane.versions, reason)
+        # Which version wrote a block of vLLM's cache it does not say: no cache_version.
+        return TurnResult(
+            uid=request.uid,
+            turn=request.turn,
+            tokens=lane.tokens,
+            logps=lane.logps,
+            versions=lane.versions,
+            finish_reason=reason,
+            stream=lane.key,
+        )
 
 
 def _zeros(config: ModelConfig) -> dict[str, Tensor]:

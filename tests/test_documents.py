@@ -23,6 +23,7 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 ROOMS = "ledger|checkpoint|scheduler|verify|jobs"
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)")
 NAMED = re.compile(rf"`((?:{ROOMS})/[\w./]*)`")
+TRL = re.compile(r"^```python trl\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 BLOCKS = [
@@ -32,17 +33,44 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("program", BLOCKS)
-def test_python_blocks_run(program: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+def run_block(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
+
+
+@pytest.mark.parametrize("program", BLOCKS)
+def test_python_blocks_run(program: str, tmp_path: Path) -> None:
+    done = run_block(program, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_blocks_that_need_trl_run_where_it_is(tmp_path: Path) -> None:
+    """And the record that the block makes is judged: one with another rate in it is not clean."""
+    pytest.importorskip("trl")
+    (program,) = TRL.findall((ROOT / "docs" / "recording.md").read_text(encoding="utf-8"))
+    done = run_block(program, tmp_path)
+    assert done.returncode == 0, done.stderr
+    wrong = program.replace("learning_rate=self.rate", "learning_rate=2 * self.rate")
+    assert wrong != program
+    (tmp_path / "wrong").mkdir()
+    done = run_block(wrong, tmp_path / "wrong")
+    assert done.returncode == 1
+    assert "AssertionError" in done.stderr
+    assert "I18" in done.stderr
+
+
+def test_the_recorder_has_about_15_calls_in_a_loop() -> None:
+    text = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
+    loop = PYTHON.findall(text)[0]
+    calls = re.findall(r"\b(?:Recorder\.open|(?:record|sync|update)\.\w+)\(", loop)
+    assert f"{len(calls)} of them" in text.replace("\n", " ")
+    assert len(calls) <= 17
 
 
 def test_there_are_blocks() -> None:

@@ -29,10 +29,22 @@ class Finding:
     found: str
     cause: str
     action: str
+    found_at: int | None = None
+    """Position of the event at which the judge spoke; None where that is the broken one."""
+
+    @property
+    def latency_events(self) -> int:
+        """Events from the one that broke the rule to the one at which the judge spoke."""
+        return 0 if self.found_at is None else max(0, self.found_at - self.position)
 
     def plain(self) -> dict[str, Any]:
         """As plain values; the fields are the command's JSON contract."""
-        return {**asdict(self), "positions": list(self.positions)}
+        return {
+            **asdict(self),
+            "positions": list(self.positions),
+            "found_at": self.position + self.latency_events,
+            "latency_events": self.latency_events,
+        }
 
 
 class FindingList:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from shiftbook.verify.findings import Finding
 
@@ -32,3 +33,22 @@ def stories(findings: Sequence[Finding]) -> list[list[Finding]]:
     for group in groups.values():
         group.sort(key=lambda f: (f.position, f.invariant, f.expected))
     return sorted(groups.values(), key=lambda group: (group[0].position, group[0].invariant))
+
+
+def plain_stories(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The groups as plain values; the fields are the command's JSON contract.
+
+    ``findings`` of a story are places in the sequence that was given, the earliest first.
+    """
+    place = {id(finding): number for number, finding in enumerate(findings)}
+    return [
+        {
+            "job": group[0].job,
+            "position": group[0].position,
+            "severity": "stop" if any(f.severity == "stop" for f in group) else "warn",
+            "invariants": list(dict.fromkeys(finding.invariant for finding in group)),
+            "findings": [place[id(finding)] for finding in group],
+            "latency_events": min(f.position + f.latency_events for f in group) - group[0].position,
+        }
+        for group in stories(findings)
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from pydantic import ValidationError
@@ -73,6 +73,8 @@ class JudgedJob:
     """Unknown types and how often each stands in the ledger."""
     open_operations: list[str]
     """What is open at the head of a job that is not closed, in words."""
+    closed: bool = True
+    """Whether the job was closed within the range."""
 
 
 @dataclass
@@ -116,9 +118,12 @@ class Judge:
         self._jobs = jobs
         self._on_finding = on_finding
         self._closed: Coverage | None = None
+        self._at: int | None = None
+        """Position of the event that is looked at, or of the last one."""
 
     def feed(self, stored: StoredEvent) -> None:
         """Judge the next event and take it into the fold."""
+        self._at = stored.position
         event, problem = _read(stored)
         bench = self._bench(stored.job)
         if bench is not None:
@@ -151,10 +156,12 @@ class Judge:
             active=bool(bench.trained or job.operations or job.syncs),
             unknown=bench.unknown,
             open_operations=[] if job.status == "closed" else open_operations(job),
+            closed=job.status == "closed",
         )
 
     def report(self, finding: Finding) -> None:
-        """Keep a finding."""
+        """Keep a finding, with where it was found."""
+        finding = replace(finding, found_at=self._at)
         if self.findings.add(finding) and self._on_finding is not None:
             self._on_finding(finding)
 

@@ -121,8 +121,8 @@ class Shadow:
         if target is None:
             raise TargetNotFound(
                 f"expected job {job} to name a program that can run again, found none in its "
-                f"JobOpened (it was recorded by {opened.job_path}); give one with --code "
-                "package.module:attribute"
+                f"JobOpened (its program is {opened.job_path or 'not named'}); give one with "
+                "--code package.module:attribute"
             )
         self._target = target
         self._gate = Gate(ledger, by=BY)

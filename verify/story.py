@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from shiftbook.verify.findings import Finding
-from shiftbook.verify.grouping import stories
+from shiftbook.verify.grouping import plain_stories, stories
 from shiftbook.verify.verdict import Verdict
 
 WIDTH = 100
@@ -19,7 +19,12 @@ def finding_lines(finding: Finding, number: int | None = None) -> Iterator[str]:
     """One finding, a line for each question that it answers."""
     mark = f"{number}. " if number is not None else ""
     job = f"  job {finding.job}" if finding.job else ""
-    yield f"{mark}{finding.invariant}  at position {finding.position}{job}  ({finding.severity})"
+    later = finding.latency_events
+    found = f"  found {later} events later" if later else ""
+    yield (
+        f"{mark}{finding.invariant}  at position {finding.position}{job}  "
+        f"({finding.severity}){found}"
+    )
     proof = ", ".join(str(p) for p in finding.positions[:12])
     for label, text in (
         ("expected", finding.expected),
@@ -52,6 +57,8 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
             number += 1
             yield from finding_lines(finding, number)
             yield ""
+    if verdict.findings:
+        yield latency_line(verdict)
     if verdict.findings_left_off:
         yield f"… and {verdict.findings_left_off} more findings of the same invariants"
         yield ""
@@ -61,6 +68,13 @@ def verdict_lines(verdict: Verdict) -> Iterator[str]:
         yield f"open at the head of {job}: {', '.join(listed)}"
     for note in verdict.notes:
         yield f"note: {note}"
+
+
+def latency_line(verdict: Verdict) -> str:
+    """How soon the judge spoke: of each story its first finding."""
+    events = [story["latency_events"] for story in plain_stories(verdict.findings)]
+    span = f"{min(events)} to {max(events)}" if min(events) < max(events) else f"{events[0]}"
+    return f"detection latency: {span} events from the first that is broken"
 
 
 def closing_line(verdict: Verdict) -> str:

@@ -13,6 +13,7 @@ from shiftbook.verify.coverage import Coverage
 from shiftbook.verify.errors import NothingToJudge
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.grouped import judge_all
+from shiftbook.verify.grouping import plain_stories
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
 from shiftbook.verify.judge import Judge, Judgement
@@ -83,6 +84,7 @@ class Verdict:
             "unprotected_after": self.protected_until,
             "unprotected": self.last - self.protected_until,
             "findings": [finding.plain() for finding in self.findings],
+            "stories": plain_stories(self.findings),
             "findings_left_off": self.findings_left_off,
             "could_not": list(self.could_not),
             "open_operations": self.open_operations,
@@ -278,6 +280,11 @@ def _verdict(
             "nothing"
         )
     for name, judged in judgement.jobs.items():
+        if not judged.closed:
+            notes.append(
+                f"{name} is not closed at position {report.sound_until}: it was judged as far as "
+                "it is recorded; --follow judges it to its end"
+            )
         for unknown, count in judged.unknown.items():
             notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
     findings = [*report.findings, *signed.findings, *judgement.findings]

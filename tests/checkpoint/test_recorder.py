@@ -165,6 +165,13 @@ def test_versions_are_those_of_sampled_tokens_alone() -> None:
     assert "mask_digest" not in rows  # one sample says none, so the column is left out
 
 
+def test_samples_of_an_engine_without_log_probabilities() -> None:
+    on = [False, True]
+    some = [Generated("000000/0", [1, 2], None, 0, "e", "e#1", on)]
+    none = [Generated("000000/0", [1, 2], [], 0, "e", "e#1")]
+    assert generated_rows(some)[0]["logp_digest"] == generated_rows(none)[0]["logp_digest"]
+
+
 @pytest.fixture
 def recorder(tmp_path: Path) -> Any:
     layer = torch.nn.Linear(2, 2)

@@ -123,6 +123,11 @@ def test_a_resize_in_the_middle_of_an_update_changes_nothing(bundle: str) -> Non
     for report in reports:
         assert roots_of(report) == roots_of(wanted[0])
         assert report["grad_norm"] == wanted[0]["grad_norm"]
+        for what in ("gradient", "cast"):
+            assert report["watched"][what] == wanted[0]["watched"][what]
+    for what in ("loss_terms", "recomputed"):  # of all groups, wherever they were computed
+        assert reports[0]["watched"][what] == wanted[0]["watched"][what]
+    assert all(r.largest <= r.allowed for r in reports[0]["watched"]["recomputed"].values())
     assert reports[1]["first_use_after"] == "move"
 
     feed(second, 1, [6, 4])
@@ -135,4 +140,5 @@ def test_a_resize_in_the_middle_of_an_update_changes_nothing(bundle: str) -> Non
     report = second.call("update", {**UPDATE, "version": 2})
     assert roots_of(report) == roots_of(wanted[1])
     assert report["loss"] == wanted[1]["loss"]
+    assert report["watched"] == wanted[1]["watched"]
     assert report["step"] == wanted[1]["step"] == 2

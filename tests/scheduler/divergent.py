@@ -7,6 +7,7 @@ outside of what is recorded: the parts say what they say in an honest run.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from shiftbook.jobs import engine as job_engine
+from shiftbook.jobs import iteration as job_iteration
 from shiftbook.jobs.components import RolloutWorker
+from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.iteration import Iteration
+from shiftbook.jobs.keyed_rng import format_uid, parse_uid, turn_key
 from shiftbook.jobs.loop import TrainingLoop
 from shiftbook.jobs.optimizer import publish
+from shiftbook.jobs.task import EpisodeState, new_episode
 from shiftbook.jobs.trainer import TrainerWorker
 from shiftbook.scheduler.workers.transfer import fetch
 
@@ -31,12 +37,44 @@ def fault() -> str:
     return Path(os.environ[FAULT_FILE]).read_text()
 
 
+def first_member(seed: int, uid: str, turn: int) -> int:
+    """The key of the group's first member, whoever asks."""
+    return turn_key(seed, format_uid(parse_uid(uid)[0], 0), turn)
+
+
+def keeping_first_values(engine: TorchEngine) -> Callable[[], None]:
+    """A load that leaves what the first position of each lane had cached, and turns that go on
+    from there: every question begins with the same token. Returns what is to be called after it."""
+    old = engine._loaded()
+    fill = engine._fill_lanes
+
+    def fill_lanes(kernel: Any) -> None:
+        before = list(engine._slots)
+        fill(kernel)
+        for index, lane in enumerate(engine._slots):
+            if lane is not None and lane is not before[index]:
+                kernel.forget(index)
+                kernel._bias[index, :, 0] = 0.0
+                lane.fed = 1
+
+    def loaded() -> None:
+        new = engine._loaded()
+        for keys, values in ((new._keys, old._keys), (new._values, old._values)):
+            for mine, theirs in zip(keys, values, strict=True):
+                mine.copy_(theirs)
+        engine._fill_lanes = fill_lanes  # type: ignore[method-assign]
+
+    return loaded
+
+
 class Rollout(RolloutWorker):
     """An engine that serves other weights than it says, or says another version."""
 
     def __init__(self, spec: Any, config: dict[str, Any]) -> None:
         super().__init__(spec, config)
         self._fault, self._last = fault(), None
+        shared = self._fault == "members-share-a-stream"
+        job_engine.turn_key = first_member if shared else turn_key
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
         """Sync, and then what the fault does."""
@@ -46,7 +84,14 @@ class Rollout(RolloutWorker):
             prints = super().call(method, arguments)
             self._serving.engine.load(before, version)
             return prints
+        loaded = None
+        engine = self._serving.engine
+        if self._fault == "cache-not-flushed" and version == AT_VERSION:
+            assert isinstance(engine, TorchEngine)
+            loaded = keeping_first_values(engine)
         answer = super().call(method, arguments)
+        if loaded is not None:
+            loaded()
         if self._fault == "old-version-said" and version == AT_VERSION:
             self._serving.engine.version = version - 1
         return answer
@@ -58,6 +103,8 @@ class Trainer(TrainerWorker):
     def __init__(self, spec: Any, config: dict[str, Any]) -> None:
         super().__init__(spec, config)
         self._fault = fault()
+        if self._fault == "kl-left-out":
+            self._loss.config = replace(self._loss.config, kl_coefficient=0.0)
 
     def _moments(self, name: str) -> list[torch.Tensor]:
         adam = self._held().adam
@@ -93,6 +140,10 @@ class Trainer(TrainerWorker):
                 for tensor in masters.values():
                     tensor.mul_(1.01)
         held = {name: tensor.detach().clone() for name, tensor in masters.items()}
+        if struck and self._fault == "model-not-published":
+            self._held().ranks.publish = lambda: None  # type: ignore[method-assign]
+        if struck and self._fault == "rate-not-used":
+            self._held().adam.register_step_pre_hook(_double_rate)
         report = super()._update(learning_rate, clip_norm, version)
         if struck and self._fault == "step-applied-twice":
             self._changed(held)
@@ -113,12 +164,23 @@ class Trainer(TrainerWorker):
         return saved
 
 
+def _double_rate(optimizer: Any, *_: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def next_question(seed: int, uid: str, prompt_id: int) -> EpisodeState:
+    """The episode of the question after the one that was drawn."""
+    return new_episode(seed, uid, prompt_id + 1)
+
+
 class Loop(TrainingLoop):
     """A loop that draws, pairs or passes on something else than it records."""
 
     def _start(self, *arguments: Any) -> None:
         super()._start(*arguments)
         self._fault = fault()
+        shifted = self._fault == "prompts-of-other-indices"
+        job_iteration.new_episode = next_question if shifted else new_episode
         if self._fault == "sampler-of-another-seed":
             self._sampler._seed += 1
         desk = self._desk

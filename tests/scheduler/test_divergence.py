@@ -44,6 +44,12 @@ NAMED_BY = {
     "sampler-restarts": "I2",
     "sampler-skips": "I2",
     "sampler-of-another-seed": "I3",
+    "prompts-of-other-indices": "I4",
+    "cache-not-flushed": "I7",
+    "members-share-a-stream": "I9",
+    "model-not-published": "I22",
+    "kl-left-out": "I26",
+    "rate-not-used": "recomputed",
 }
 """Fault to the invariant that has to name it, others may as well."""
 

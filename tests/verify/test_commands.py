@@ -108,13 +108,19 @@ def test_json_is_a_contract(
     assert code == document["exit_code"] == 1
     assert set(document) == {
         "ledger", "verdict", "exit_code", "jobs", "first", "last", "judged_until", "head",
-        "unprotected_after", "unprotected", "findings", "findings_left_off", "could_not",
+        "unprotected_after", "unprotected", "findings", "stories", "findings_left_off", "could_not",
         "open_operations", "notes", "coverage",
     }  # fmt: skip
     assert set(document["findings"][0]) == {
         "invariant", "severity", "job", "position", "positions", "expected", "found", "cause",
-        "action",
+        "action", "found_at", "latency_events",
     }  # fmt: skip
+    stories = document["stories"]
+    assert set(stories[0]) == {
+        "job", "position", "severity", "invariants", "findings", "latency_events",
+    }  # fmt: skip
+    assert sorted(n for story in stories for n in story["findings"]) == [0, 1, 2]
+    assert (stories[0]["invariants"], stories[0]["position"]) == (["I6"], 31)
     assert set(document["coverage"][0]) == {
         "job", "invariant", "title", "status", "required", "checks", "findings", "reason",
     }  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ from tests.verify.honest_run import (
     make_plan,
     parts,
     policy,
+    reward_of,
 )
 
 Judge = Callable[[Run], Verdict]
@@ -82,6 +84,7 @@ def test_a_live_job_is_judged_and_what_is_open_is_listed(run: Run, judge: Judge)
     (listed,) = verdict.open_operations.values()
     assert len(listed) == 1
     assert listed[0].endswith("(quiesced)")
+    assert any("is not closed at position" in note for note in verdict.notes)
 
 
 def test_every_prefix_of_an_honest_run_has_no_finding(run: Run, tmp_path: Path) -> None:
@@ -256,6 +259,25 @@ def test_stale_samples_within_the_bound_are_legal(judge: Judge) -> None:
 
     verdict = judge(one_attempt(plan, body))
     assert told(verdict) == []
+
+
+def test_deviations_of_a_sample_are_legal_when_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some libraries divide the squares by n - 1."""
+
+    def of_samples(uids: list[str]) -> list[float]:
+        groups = [[reward_of(u) for u in uids if u[:6] == uid[:6]] for uid in uids]
+        return [
+            (reward_of(uid) - mean(group)) / (stdev(group) + 1e-4)
+            for uid, group in zip(uids, groups, strict=True)
+        ]
+
+    monkeypatch.setattr("tests.verify.honest_run.advantages", of_samples)
+    undeclared = verify(honest_run().write(tmp_path / "undeclared.db"))
+    assert {finding.invariant for finding in undeclared.findings} == {"I12b"}
+    plan = make_plan(tolerances={"advantage_correction": 1.0})
+    assert_clean(verify(honest_run(plan).write(tmp_path / "declared.db")))
 
 
 def test_several_epochs_per_batch_are_legal_when_declared(judge: Judge) -> None:

@@ -199,8 +199,9 @@ class AdvantageRecomputes(_OverRows):
     """I12b: advantages follow from the rewards of their group.
 
     Group-relative policy optimisation (arXiv 2402.03300): (reward - mean of the group) divided by
-    (population standard deviation of the group + floor), in float64. A group is whole: all its
-    members that were not dropped are consumed together.
+    (standard deviation of the group + floor), in float64. The deviation is the population's, or
+    that of a sample where ``tolerances["advantage_correction"]`` of the plan is 1. A group is
+    whole: all its members that were not dropped are consumed together.
     """
 
     id = "I12b"
@@ -217,6 +218,7 @@ class AdvantageRecomputes(_OverRows):
         declared = step.plan.tolerances if step.plan else {}
         tolerance = declared.get("I12b", ADVANTAGE_TOLERANCE)
         floor = declared.get("advantage_floor", ADVANTAGE_FLOOR)
+        correction = declared.get("advantage_correction", 0.0)
         groups: dict[str, list[tuple[str, float, float]]] = {}
         names = ("uid", "group", "reward", "advantage")
         for uid, group, reward, advantage in zip(*(step.rows[n] for n in names), strict=True):
@@ -226,7 +228,8 @@ class AdvantageRecomputes(_OverRows):
             faults += self._whole(step, group, [uid for uid, _, _ in members])
             rewards = [reward for _, reward, _ in members]
             mean = sum(rewards) / len(rewards)
-            deviation = math.sqrt(sum((r - mean) * (r - mean) for r in rewards) / len(rewards))
+            squares = sum((r - mean) * (r - mean) for r in rewards)
+            deviation = math.sqrt(squares / max(1.0, len(rewards) - correction))
             for uid, reward, advantage in members:
                 expected = (reward - mean) / (deviation + floor)
                 if not abs(expected - advantage) <= tolerance:

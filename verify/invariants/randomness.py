@@ -9,7 +9,7 @@ from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import RandomStatesRecorded
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.events.training import SamplesGenerated
-from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
 from shiftbook.verify.lineage import WINDOW
 
 MOST_STREAMS = 64 * WINDOW
@@ -123,6 +123,8 @@ class RandomLineage(Invariant):
     def begin(self) -> None:
         self._known: dict[str, tuple[str, int]] = {}
         self._first: dict[str, tuple[str, int]] = {}
+        self._without = False
+        """Whether an attempt said that it has no generator."""
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -150,6 +152,7 @@ class RandomLineage(Invariant):
     def _recorded(self, step: Step, event: RandomStatesRecorded) -> None:
         from shiftbook.checkpoint.compare import root
 
+        self._without = self._without or (event.moment == "start" and not event.states)
         if event.moment == "resized":
             self._known.clear()
         wrong = []
@@ -172,3 +175,6 @@ class RandomLineage(Invariant):
                 action="Restore generators last; give logging and evaluation their own streams.",
                 others=(known[1],),
             )
+
+    def idle_because(self, end: End) -> str | None:
+        return "no draw goes on from a random state: each is keyed" if self._without else None

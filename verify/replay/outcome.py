@@ -260,8 +260,8 @@ def _against_ledger(
     if target is None:
         raise TargetNotFound(
             f"{expected.source}: expected job {recorded.name} to name a target for replay, found "
-            f"none (its program is {recorded.opened.job_path}); give one with --code "
-            "package.module:attribute"
+            f"none (its program is {recorded.opened.job_path or 'not named'}); give one with "
+            "--code package.module:attribute"
         )
     run = expected.conditions
     if asked.seed not in (None, run.seed):
