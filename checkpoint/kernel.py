@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numba
 import numpy as np
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -47,7 +47,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _part(function: Callable[..., Any]) -> Any:
+def part(function: Callable[..., Any]) -> Any:
     """Compile a loop that only compiled loops call."""
     return numba.njit(nogil=True)(function)
 
@@ -92,14 +92,6 @@ def sum_narrow(elements: Any, first_elements: Any, log2_per_word: Any) -> tuple[
     return sum_0, sum_1
 
 
-def hashes_are_cheap() -> bool:
-    """True when code for this processor multiplies 64-bit lanes in one instruction (AVX-512)."""
-    chosen = _numba.config.CPU_FEATURES  # set by NUMBA_CPU_FEATURES, else None
-    if chosen is not None:
-        return "+avx512dq" in chosen
-    return bool(binding.get_host_cpu_features().get("avx512dq", False))
-
-
 def _pointer_code(typing_context: Any, address: Any) -> Any:
     """Turn an address into a pointer that `numba.carray` reads from."""
 
@@ -123,12 +115,12 @@ def _prefetch_code(typing_context: Any, address: Any) -> Any:
     return types.void(address), generate
 
 
-_pointer: Any = intrinsic(_pointer_code)
+pointer: Any = intrinsic(_pointer_code)
 prefetch: Any = intrinsic(_prefetch_code)
 
 
-@_part
-def _hash_positions(first: Any, hashes: Any) -> None:
+@part
+def hash_positions(first: Any, hashes: Any) -> None:
     """Fill `hashes` with those of the words from `first` on."""
     counter = _KEY + (_U64(first) + _ONE) * _GAMMA
     for j in range(hashes.size):
@@ -139,8 +131,8 @@ def _hash_positions(first: Any, hashes: Any) -> None:
         hashes[j] = z ^ (z >> _S31)
 
 
-@_part
-def _sum_hashed(words: Any, hashes: Any) -> tuple[Any, Any]:
+@part
+def sum_hashed(words: Any, hashes: Any) -> tuple[Any, Any]:
     """What words add to both sums, their positions being hashed already."""
     sum_0 = _U64(0)
     sum_1 = _U64(0)
@@ -151,7 +143,7 @@ def _sum_hashed(words: Any, hashes: Any) -> tuple[Any, Any]:
     return sum_0, sum_1
 
 
-@_part
+@part
 def sum_run(words: Any, first: Any) -> tuple[Any, Any]:
     """What words from position `first` on add to both sums."""
     counter = _KEY + (_U64(first) + _ONE) * _GAMMA
@@ -186,13 +178,13 @@ def sum_words_shared(
             active -= 1
         if active <= 1:  # nobody to share with: the rest of the longest tensor in one go
             size = min(last, counts[0]) - start
-            words = _numba.carray(_pointer(addresses[0] + _U64(4 * start)), (size,), np.uint32)
+            words = _numba.carray(pointer(addresses[0] + _U64(4 * start)), (size,), np.uint32)
             sum_0, sum_1 = sum_run(words, start)
             sums[0, 0] += sum_0
             sums[0, 1] += sum_1
             return
         end = min(start + block, last)
-        _hash_positions(start, hashes[: end - start])
+        hash_positions(start, hashes[: end - start])
         for t in range(active):
             # The jumps defeat the automatic prefetch. So the lines that come next but one are
             # asked for a few at a time, as many as are read here: a burst would fill the queue.
@@ -202,11 +194,11 @@ def sum_words_shared(
             else:
                 line = addresses[(after - active) % active] + _U64(4 * end)
             size = min(end, counts[t]) - start
-            words = _numba.carray(_pointer(addresses[t] + _U64(4 * start)), (size,), np.uint32)
+            words = _numba.carray(pointer(addresses[t] + _U64(4 * start)), (size,), np.uint32)
             for k in range(0, size, _STRIP):
                 for byte in range(4 * k, 4 * (k + _STRIP), 64):
                     prefetch(line + _U64(byte))
                 stop = min(k + _STRIP, size)
-                sum_0, sum_1 = _sum_hashed(words[k:stop], hashes[k:stop])
+                sum_0, sum_1 = sum_hashed(words[k:stop], hashes[k:stop])
                 sums[t, 0] += sum_0
                 sums[t, 1] += sum_1

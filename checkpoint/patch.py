@@ -1,30 +1,24 @@
-"""Makes, applies and composes patches: what leads from one version of named tensors to another.
+"""Makes patches: what leads from one version of named tensors to another.
 
-A patch names its base by version and fingerprints and is refused elsewhere. `apply_patch` checks
-everything, the fingerprints that will come out included, before it writes the first element.
+A patch names its base by version and fingerprints and is refused elsewhere (`patch_apply`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-import numpy as np
-
-from shiftbook.checkpoint.compare import FingerprintMap, check_hex, root
-from shiftbook.checkpoint.errors import PatchDamaged, PatchRefused, PatchUnencodable
-from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_tensors
-from shiftbook.checkpoint.kernel import hashes_are_cheap
+from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.errors import PatchUnencodable
+from shiftbook.checkpoint.fingerprint import Fingerprint
+from shiftbook.checkpoint.patch_apply import Applied, apply_patch
+from shiftbook.checkpoint.patch_blocks import Compared, Pair, compare_pairs, fits
 from shiftbook.checkpoint.patch_codec import (
-    Positions,
+    Sums,
     Units,
-    decode_bits,
-    decode_changes,
     encode_bits,
     encode_changes,
+    encode_packed,
     sums_of_changes,
 )
 from shiftbook.checkpoint.patch_format import (
@@ -32,17 +26,20 @@ from shiftbook.checkpoint.patch_format import (
     Lossy,
     Patch,
     TensorPatch,
+    format_of,
     read_patch,
     write_patch,
 )
-from shiftbook.checkpoint.patch_numbers import count_nan, decode_int8, encode_int8
+from shiftbook.checkpoint.patch_numbers import NO_NUMBER, count_nan, encode_int8, nan_rule
 from shiftbook.checkpoint.patch_places import (
+    HostPlace,
     Place,
-    changes_between,
-    check_writable,
+    changes_on_device,
+    fingerprint_of_units,
+    fingerprints_of,
+    moved_hex,
     place_of,
 )
-from shiftbook.checkpoint.positions import ITEM_BYTES, MASK_64
 
 __all__ = [
     "Applied",
@@ -55,17 +52,7 @@ __all__ = [
 ]
 
 NaN = Literal["refuse", "carry"]
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What a patch made of the tensors."""
-
-    version: int
-    fingerprints: dict[str, str]
-    changed: int
-    """Units written."""
+Encoded = tuple[dict[str, Any], list[bytes]]
 
 
 def encode_patch(
@@ -89,20 +76,25 @@ def encode_patch(
     bases = {name: place_of(tensor) for name, tensor in base.items()}
     news = {name: place_of(tensor) for name, tensor in new.items()}
     _same_tensors(bases, news)
-    before = base_fingerprints or _fingerprints(base, threads)
-    # Where hashing a position costs little, the comparison takes the fingerprint along.
-    after = {} if hashes_are_cheap() else _fingerprints(new, threads)
-    encoded = _each(
-        lambda name: _encode_tensor(
-            name, bases[name], news[name], before[name], after.get(name), lossy, nan
-        ),
-        sorted(new, key=lambda name: -math.prod(news[name].shape)),
-        threads,
-    )
-    records = {name: record for name, (record, _) in encoded.items()}
-    payload = {name: stored for name, (_, stored) in encoded.items()}
+    before = base_fingerprints or fingerprints_of(base, threads)
+    records: dict[str, TensorPatch] = {}
+    payload: dict[str, list[bytes]] = {}
+    for name, (fields, stored), change, sums in _differences(bases, news, nan, threads):
+        place = news[name]
+        result = Fingerprint.whole(place.dtype, place.shape, sums).hex
+        _check_leads(name, before[name], change, result)
+        if lossy is not None and stored:
+            coded = encode_int8(place.dtype, bases[name].read(), place.read(), lossy.max_error)
+            if coded is not None and sum(map(len, coded[1])) < sum(map(len, stored)):
+                fields, stored, units = coded
+                result = fingerprint_of_units(place.dtype, place.shape, units).hex
+        records[name] = TensorPatch.model_construct(
+            dtype=place.dtype, shape=place.shape, base=before[name], result=result, **fields
+        )
+        payload[name] = stored
     results = {name: record.result for name, record in records.items()}
     header = Header.model_construct(  # right by construction; the reader checks
+        format=format_of(records),
         version=version,
         base_version=base_version,
         base_root=root({name: before[name] for name in records}),
@@ -119,117 +111,68 @@ def encode_anchor(
     """A patch that holds everything and needs no base. Raises PatchUnencodable."""
     if not tensors:
         raise PatchUnencodable("expected tensors, found none; name what the anchor should hold")
-    results = _fingerprints(tensors, threads)
+    results = fingerprints_of(tensors, threads)
     units = {name: place_of(tensor) for name, tensor in tensors.items()}
     return _write_anchor(units, results, version, nan)
 
 
-def apply_patch(
-    patch: Patch | bytes,
-    tensors: Mapping[str, Any],
-    *,
-    version: int | None,
-    accept_error: float | None = None,
-    fingerprints: Mapping[str, str] | None = None,
-    threads: int = 1,
-) -> Applied:
-    """Turn tensors of `version` into the patch's version, in place: all of them or none.
-
-    An anchor applies to any content (`version` None: there is none yet). A lossy patch needs
-    `accept_error`, the largest error that its receiver declared. `fingerprints`, taken just now
-    from these very tensors, save reading them again. Names that share memory must get one content.
-    Raises PatchDamaged for bytes that are no patch and PatchRefused for one that does not belong
-    here; the tensors then hold what they held.
-    """
-    patch = patch if isinstance(patch, Patch) else read_patch(patch)
-    header = patch.header
-    places = {name: place_of(tensor) for name, tensor in tensors.items()}
-    _check_belongs(header, places, version, accept_error)
-    for name, place in places.items():
-        check_writable(name, place)
-    _check_aliases(header, places)
-    if patch.anchor:
-        _apply_anchor(patch, places)
-    else:
-        _check_base(header, fingerprints or _fingerprints(tensors, threads), version)
-        stored = {name: (record, data) for name, record, data in patch.sections()}
-        names = sorted(stored, key=lambda name: -stored[name][0].changed)
-        writes = _each(
-            lambda name: _checked_write(name, *stored[name], places[name]), names, threads
-        )
-        _write(places, {name: write for name, write in writes.items() if write}, threads)
-    return Applied(header.version, header.result_fingerprints, patch.changed)
-
-
-def _each(job: Callable[[str], T], names: Sequence[str], threads: int) -> dict[str, T]:
-    """The job's result for each name; large tensors first, so that threads end together."""
-    if threads <= 1:
-        return {name: job(name) for name in names}
-    with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(names, pool.map(job, names), strict=True))
-
-
-def _fingerprints(tensors: Mapping[str, Any], threads: int) -> dict[str, str]:
-    placed = {n: t for n, t in tensors.items() if isinstance(t, Place)}
-    found = fingerprint_tensors(
-        {n: t for n, t in tensors.items() if n not in placed}, threads=threads
-    )
-    return found | {n: _of_units(p.dtype, p.shape, p.read()).hex for n, p in placed.items()}
-
-
-def _of_units(dtype: str, shape: tuple[int, ...], units: Units) -> Fingerprint:
-    """The fingerprint of a whole tensor, given its flat units."""
-    if ITEM_BYTES[dtype] == 16:
-        units = units.view(np.complex128)
-    return fingerprint(units, offset=0, shape=shape, dtype=dtype)
-
-
-def _encode_tensor(
-    name: str,
-    base: Place,
-    new: Place,
-    before: str,
-    after: str | None,
-    lossy: Lossy | None,
+def _differences(
+    bases: Mapping[str, Place],
+    news: Mapping[str, Place],
     nan: NaN,
-) -> tuple[TensorPatch, list[bytes]]:
-    found = changes_between(base, new, summed=after is None)
-    if found.sums is not None:
-        after = Fingerprint.whole(new.dtype, new.shape, found.sums).hex
-    elif after is None:
-        after = _of_units(new.dtype, new.shape, new.read()).hex
-    if nan == "refuse":
-        _refuse_nan(name, new.dtype, found.new)
-    fields, stored = encode_changes(found.changes)
-    sums = sums_of_changes(found.positions, found.old, found.new)
-    if _moved_hex(check_hex(name, before), sums) != after:
+    threads: int,
+) -> Iterator[tuple[str, Encoded, Sums, Sums]]:
+    """Of each tensor, by name: its changes as sections, what they add to both sums of the
+    fingerprint, and those of the new version.
+    """
+    pairs = {
+        name: _pair(bases[name], new, nan)
+        for name, new in news.items()
+        if _fits(bases[name]) and _fits(new)
+    }
+    compared = compare_pairs(pairs, threads)
+    for name in sorted(news):
+        base, new = bases[name], news[name]
+        found = None if name in compared else changes_on_device(base, new)
+        if found is not None:
+            if nan == "refuse":
+                _refuse_nan(name, count_nan(new.dtype, found.new))
+            change = sums_of_changes(found.positions, found.old, found.new)
+            yield name, encode_changes(found.changes, new.count), change, found.sums
+            continue
+        # Strided ones are copied one by one, so that few copies are held.
+        pair = pairs.get(name) or _pair(base, new, nan)
+        one: Compared = compared.get(name) or compare_pairs({name: pair}, threads)[name]
+        _refuse_nan(name, one.refused)
+        encoded = encode_packed(one.packed, pair.new.size, pair.new.dtype)
+        yield name, encoded, one.change, one.new
+
+
+def _pair(base: Place, new: Place, nan: NaN) -> Pair:
+    """Flat units of both in aligned memory: as they lie where that will do."""
+    rule = nan_rule(new.dtype) if nan == "refuse" else NO_NUMBER
+    return Pair(_flat(base), _flat(new), rule)
+
+
+def _fits(place: Place) -> bool:
+    return isinstance(place, HostPlace) and fits(place.units)
+
+
+def _flat(place: Place) -> Units:
+    units = place.read()
+    return units if fits(units) else units.copy()
+
+
+def _check_leads(name: str, before: str, change: Sums, after: str) -> None:
+    if moved_hex(name, before, change) != after:
         raise PatchUnencodable(
             f"{name}: expected a base with fingerprint {before}, found tensors that do not lead "
             f"from it to {after}; the base changed since it was fingerprinted: send an anchor",
             tensor=name,
         )
-    result = after
-    if lossy is not None and found.positions.size:
-        coded = encode_int8(new.dtype, base.read(), new.read(), lossy.max_error)
-        if coded is not None and sum(map(len, coded[1])) < sum(map(len, stored)):
-            fields, stored, units = coded
-            result = _of_units(new.dtype, new.shape, units).hex
-    record = TensorPatch.model_construct(
-        dtype=new.dtype, shape=new.shape, base=before, result=result, **fields
-    )
-    return record, stored
 
 
-def _moved_hex(start: str, sums: tuple[int, int]) -> str:
-    """The fingerprint of a tensor that had `start`; what binds it to dtype and shape stays."""
-    halves = (int(start[:16], 16), int(start[16:], 16))
-    return "".join(
-        f"{(half + more) & MASK_64:016x}" for half, more in zip(halves, sums, strict=True)
-    )
-
-
-def _refuse_nan(name: str, dtype: str, units: Units) -> None:
-    count = count_nan(dtype, units)
+def _refuse_nan(name: str, count: int) -> None:
     if count:
         raise PatchUnencodable(
             f"{name}: expected numbers, found {count} NaN in the new version; do not send weights "
@@ -247,12 +190,14 @@ def _write_anchor(
         place = places[name]
         units = place.read()
         if nan == "refuse":
-            _refuse_nan(name, place.dtype, units)
+            _refuse_nan(name, count_nan(place.dtype, units))
         fields, payload[name] = encode_bits(units)
         records[name] = TensorPatch(
             dtype=place.dtype, shape=place.shape, result=results[name], **fields
         )
-    header = Header(version=version, result_root=root(results), tensors=records)
+    header = Header(
+        format=format_of(records), version=version, result_root=root(results), tensors=records
+    )
     return write_patch(header, payload)
 
 
@@ -271,106 +216,3 @@ def _same_tensors(base: Mapping[str, Place], new: Mapping[str, Place]) -> None:
                 f"{other.shape}; a change of dtype or shape needs an anchor",
                 tensor=name,
             )
-
-
-def _check_belongs(
-    header: Header, places: Mapping[str, Place], version: int | None, accept_error: float | None
-) -> None:
-    """Names, dtypes, shapes, base version, and whether a loss is accepted."""
-    missing = sorted(set(header.tensors) - set(places))
-    extra = sorted(set(places) - set(header.tensors))
-    if missing or extra:
-        raise PatchRefused(
-            f"expected the patch's {len(header.tensors)} tensors, found {len(places)}: missing "
-            f"{missing[:5]}, extra {extra[:5]}; it is of another model: ask for its anchor"
-        )
-    for name, record in header.tensors.items():
-        place = places[name]
-        if (place.dtype, place.shape) != (record.dtype, record.shape):
-            raise PatchRefused(
-                f"{name}: expected {record.dtype} {record.shape} as in the patch, found "
-                f"{place.dtype} {place.shape}; it is of another model or another dtype",
-                tensor=name,
-            )
-    if header.base_version is not None and header.base_version != version:
-        raise PatchRefused(
-            f"expected version {header.base_version}, on which this patch to {header.version} "
-            f"stands, found {version}; apply the patches between, or ask for an anchor"
-        )
-    if header.lossy is not None and (accept_error is None or accept_error < header.lossy.max_error):
-        raise PatchRefused(
-            f"expected a patch with errors of at most {accept_error or 0}, found one that declares "
-            f"{header.lossy.max_error} ({header.lossy.encoding}); declare the loss, or ask for a "
-            "lossless patch"
-        )
-
-
-def _check_base(header: Header, found: Mapping[str, str], version: int | None) -> None:
-    difference = FingerprintMap(header.base_fingerprints).compare(dict(found))
-    if not difference.equal:
-        raise PatchRefused(
-            f"expected the patch's base, version {version} with root {header.base_root}, found "
-            f"other contents ({difference.describe()}); ask for an anchor",
-            tensor=difference.changed[0] if difference.changed else None,
-        )
-
-
-def _check_aliases(header: Header, places: Mapping[str, Place]) -> None:
-    seen: dict[tuple[Any, ...], str] = {}
-    for name, place in places.items():
-        key = place.key()
-        if key is None:
-            continue
-        first = seen.setdefault(key, name)
-        if header.tensors[first].result != header.tensors[name].result:
-            raise PatchRefused(
-                f"{first} and {name} are one tensor here, but the patch gives them different "
-                "contents; untie them, or ask for a patch of the tied model",
-                tensor=name,
-            )
-
-
-def _checked_write(
-    name: str, record: TensorPatch, stored: list[memoryview], place: Place
-) -> tuple[Positions | None, Units] | None:
-    """What to write where, after it was checked against the result's fingerprint."""
-    if record.encoding == "same":
-        return None
-    if record.encoding == "changes":
-        changes = decode_changes(name, record, stored)
-        new, sums = place.moved(changes)
-        _check_result(name, record, _moved_hex(str(record.base), sums))
-        return changes.positions, new
-    if record.encoding == "int8":
-        new = decode_int8(name, record, stored, place.read())
-    else:
-        new = decode_bits(name, record, stored)
-    _check_result(name, record, _of_units(record.dtype, record.shape, new).hex)
-    return None, new
-
-
-def _write(
-    places: Mapping[str, Place],
-    writes: Mapping[str, tuple[Positions | None, Units]],
-    threads: int,
-) -> None:
-    """Write what was checked. Names that are one tensor get one content, so threads may race."""
-    _each(lambda name: places[name].write(*writes[name]), list(writes), threads)
-
-
-def _apply_anchor(patch: Patch, places: Mapping[str, Place]) -> None:
-    """Decode twice, tensor by tensor, so that checking all first needs no second copy of all."""
-    for name, record, stored in patch.sections():
-        units = decode_bits(name, record, stored)
-        _check_result(name, record, _of_units(record.dtype, record.shape, units).hex)
-    for name, record, stored in patch.sections():
-        places[name].write(None, decode_bits(name, record, stored))
-
-
-def _check_result(name: str, record: TensorPatch, found: str) -> None:
-    if found != record.result:
-        raise PatchDamaged(
-            f"patch of {name}: expected a result with fingerprint {record.result}, it leads to "
-            f"{found}; nothing was written: ask for an anchor",
-            tensor=name,
-        )

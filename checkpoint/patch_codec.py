@@ -1,10 +1,11 @@
-"""Codes the changes of one tensor: positions as gaps, new bits as differences, both in byte planes.
+"""Codes the changes of one tensor: positions as gaps, new bits as differences.
 
 A gap is the number of units left alone between two changed ones. A difference is that of the new
-bits and the base's, as integers of the unit's width, with the sign in the lowest bit. Small gaps
-and steps of one in the last place, which is what an optimizer makes, leave most planes nearly
-constant; constant-zero planes are left out and zstd shortens the others where it can. Differences
-add up, so patches compose without a look at the tensors.
+bits and the base's, as integers of the unit's width. An optimizer makes scattered steps of one in
+the last place: those are packed into bits, block by block (`patch_bits`). Where changes stand in
+runs or steps are long, gaps and differences are coded in byte planes instead, the sign in the
+lowest bit, planes of zeros at the top left out, and zstd shortens what it can. Differences add up,
+so patches compose without a look at the tensors.
 """
 
 from __future__ import annotations
@@ -16,27 +17,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shiftbook.checkpoint.errors import PatchDamaged
-from shiftbook.checkpoint.host_sums import sum_block
-from shiftbook.checkpoint.patch_format import Planes, Section, TensorPatch, pack, unpack
-from shiftbook.checkpoint.patch_kernel import (
-    BLOCK_UNITS,
-    SLACK,
-    change_sums,
-    join_planes,
+from shiftbook.checkpoint.patch_changes import (
     moved_units,
-    scan_units,
-    split_planes,
-    widest,
+    pack_blocks,
+    sums_of_units,
+    unpack_blocks,
 )
+from shiftbook.checkpoint.patch_format import (
+    BLOCK,
+    INDEX_BYTES,
+    Planes,
+    Section,
+    TensorPatch,
+    pack,
+    unpack,
+)
+from shiftbook.checkpoint.patch_planes import join_planes, split_planes, widest
 from shiftbook.checkpoint.positions import MASK_64
 
 Units = NDArray[Any]
-_LOG2_PER_WORD = {1: np.uint64(2), 2: np.uint64(1), 4: np.uint64(0)}
 Positions = NDArray[np.int64]
+Words = NDArray[np.uint64]
+Sums = tuple[int, int]
 
-_LEAST_ROOM = BLOCK_UNITS + SLACK  # units: one block fits in any case
-_FIRST_ROOM = 2 * _LEAST_ROOM
-_NO_WORDS = np.empty(0, np.uint32)
+_MOST_CHANGES = 32  # in a word: each takes two bits at least
+_LEAST_WORDS = 1024  # that room is made for at a time
+COUNTS = 5  # what `pack_blocks` and `compare_blocks` tell of a block
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,97 +54,82 @@ class Changes:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a comparison of two tensors gives."""
+class Packed:
+    """Changes of one tensor as bits."""
 
-    positions: Positions
-    old: Units
-    new: Units
-    sums: tuple[int, int] | None = None
-    """Both sums of the new tensor's fingerprint, where they were asked for and cost little."""
+    found: NDArray[np.int64]
+    """Per block: changes, words, changes next to another, differences other than one, refused."""
+    words: Words
 
     @property
-    def changes(self) -> Changes:
-        """Without the values that the differences lead from and to."""
-        return Changes(self.positions, self.new - self.old)
+    def changed(self) -> int:
+        """How many units change."""
+        return int(self.found[:, 0].sum())
+
+    @property
+    def scattered(self) -> bool:
+        """True where bits are short: few changes stand in runs, most steps are of one."""
+        changes, _, neighbours, others, _ = self.found.sum(axis=0).tolist()
+        return bool(2 * neighbours <= changes and 4 * others <= changes)
+
+    def section(self) -> bytes:
+        """The bytes of a section: an index of the blocks, then their words."""
+        return self.found[:, :2].astype("<u4").tobytes() + self.words.astype("<u8").tobytes()
+
+    def changes(self, units: int, dtype: Any) -> Changes:
+        """Positions and differences again, of a tensor of so many units."""
+        changes = Changes(np.empty(self.changed, np.int64), np.empty(self.changed, dtype))
+        index = self.found[:, :2].astype(np.uint32)
+        assert unpack_blocks(self.words, index, units, changes.positions, changes.differences)
+        return changes
 
 
-def find_changes(base: Units, new: Units, *, summed: bool = False) -> Found:
-    """Compare two flat arrays of unsigned units of one size, bit by bit.
-
-    `summed` takes the sums of the new one's fingerprint along; an array that does not begin at an
-    edge of 4 bytes has none.
-    """
-    words, loose = _words_of(new) if summed else (_NO_WORDS, 0)
-    block_words = BLOCK_UNITS * base.dtype.itemsize // 4
-    out = _room(base.dtype, max(_FIRST_ROOM, base.size // 64))
-    at = filled = low = high = 0
-    while True:
-        found = scan_units(base, new, at, filled, out, words, block_words)
-        at, filled = int(found[0]), int(found[1])
-        low, high = low + int(found[2]), high + int(found[3])
-        if at == base.size:
-            break
-        # As much as the rest needs if it is like what was seen, and some.
-        expected = min(base.size, filled * base.size // max(at, 1) * 5 // 4)
-        out = _larger(out, filled, _LEAST_ROOM + max(filled, expected))
-    positions, old, fresh = (part[:filled] for part in out)
-    if not summed or not (words.size or loose):
-        return Found(positions, old, fresh)
-    if loose:
-        start = np.full(1, base.size - loose, dtype=np.uint64)
-        more = sum_block(new[base.size - loose :].reshape(1, -1), start, 1)
-        low, high = low + more[0], high + more[1]
-    return Found(positions, old, fresh, (low & MASK_64, high & MASK_64))
-
-
-def _words_of(units: Units) -> tuple[NDArray[np.uint32], int]:
-    """The whole words of a flat array, and how many units stand after them; none, if unaligned."""
-    if units.__array_interface__["data"][0] % 4:
-        return _NO_WORDS, 0
-    loose = units.size % max(1, 4 // units.dtype.itemsize)
-    return units[: units.size - loose].view(np.uint32), loose
-
-
-def _room(dtype: np.dtype[Any], size: int) -> tuple[Positions, Units, Units]:
-    return np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
-
-
-def _larger(
-    out: tuple[Positions, Units, Units], filled: int, size: int
-) -> tuple[Positions, Units, Units]:
-    larger = _room(out[1].dtype, size)
-    for small, large in zip(out, larger, strict=True):
-        large[:filled] = small[:filled]
-    return larger
-
-
-def sums_of_changes(positions: Positions, old: Units, new: Units) -> tuple[int, int]:
+def sums_of_changes(positions: Positions, old: Units, new: Units) -> Sums:
     """What the changes add to both sums of the tensor's fingerprint (mod 2^64)."""
-    if old.dtype.itemsize == 8:
-        # Two words each: the lower and upper half.
-        words = (np.repeat(positions * 2, 2) + np.tile([0, 1], positions.size)).astype(np.int64)
-        halves = (words, np.ascontiguousarray(old).view(np.uint32))
-        low, high = change_sums(*halves, np.ascontiguousarray(new).view(np.uint32), np.uint64(0))
-    else:
-        low, high = change_sums(positions, old, new, _LOG2_PER_WORD[old.dtype.itemsize])
+    low, high = sums_of_units(positions, np.ascontiguousarray(old), np.ascontiguousarray(new))
     return int(low) & MASK_64, int(high) & MASK_64
 
 
-def moved(units: Units, changes: Changes) -> tuple[Units, tuple[int, int]]:
+def moved(units: Units, changes: Changes) -> tuple[Units, Sums]:
     """New bits of the changed units of a flat tensor, and `sums_of_changes`, in one pass."""
-    if units.dtype.itemsize == 8:
-        old = units[changes.positions]
-        new = np.asarray(old + changes.differences)
-        return new, sums_of_changes(changes.positions, old, new)
     new = np.empty_like(changes.differences)
-    log2_per_word = _LOG2_PER_WORD[units.dtype.itemsize]
-    low, high = moved_units(units, changes.positions, changes.differences, new, log2_per_word)
+    low, high = moved_units(units, changes.positions, changes.differences, new)
     return new, (int(low) & MASK_64, int(high) & MASK_64)
 
 
-def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
+def blocks_of(units: int) -> int:
+    """Blocks that a tensor of so many units is cut into."""
+    return -(-units // BLOCK)
+
+
+def encode_changes(changes: Changes, units: int) -> tuple[dict[str, Any], list[bytes]]:
     """The fields of a TensorPatch that describe the changes, and the bytes of its sections."""
+    found = np.zeros((blocks_of(units), COUNTS), np.int64)
+    pieces = []
+    done, wanted = 0, changes.positions.size // 4
+    while done < found.shape[0]:
+        room = np.empty(max(wanted, _LEAST_WORDS), np.uint64)
+        done, used, wanted = pack_blocks(
+            changes.positions, changes.differences, units, done, room, found
+        )
+        pieces.append(room[:used])
+    packed = Packed(found, np.concatenate(pieces) if pieces else np.empty(0, np.uint64))
+    return encode_packed(packed, units, changes.differences.dtype)
+
+
+def encode_packed(packed: Packed, units: int, dtype: Any) -> tuple[dict[str, Any], list[bytes]]:
+    """As `encode_changes`, for changes that are packed already."""
+    changed = packed.changed
+    if not changed:
+        return {"encoding": "same"}, []
+    if not packed.scattered:
+        return _encode_planes(packed.changes(units, dtype))
+    stored = packed.section()
+    section = Section.model_construct(stored=len(stored), plain=len(stored))
+    return {"encoding": "packed", "changed": changed, "sections": (section,)}, [stored]
+
+
+def _encode_planes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
     positions, differences = changes.positions, changes.differences
     sign_bit = np.uint64(8 * differences.dtype.itemsize - 1)
     bits = [int(n) for n in widest(positions, differences, sign_bit)]
@@ -148,7 +139,7 @@ def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
     split_planes(positions, differences, sign_bit, gap_planes, value_planes)
     packed = [pack(plane) for plane in [*gap_planes, *value_planes]]
     fields = {
-        "encoding": "changes" if positions.size else "same",
+        "encoding": "changes",
         "changed": int(positions.size),
         "gap_planes": len(gap_planes),
         "value_planes": len(value_planes),
@@ -159,18 +150,42 @@ def encode_changes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
 
 def decode_changes(name: str, tensor: TensorPatch, stored: list[memoryview]) -> Changes:
     """Positions and differences of one tensor. Raises PatchDamaged."""
-    planes = np.empty((len(stored), tensor.changed), dtype=np.uint8)
-    for plane, section, data in zip(planes, tensor.sections, stored, strict=True):
-        plane[:] = unpack(name, section, data)
+    packed = packed_section(name, tensor, stored[0]) if tensor.encoding == "packed" else None
     positions = np.empty(tensor.changed, dtype=np.int64)
     differences = np.empty(tensor.changed, dtype=f"u{tensor.unit_bytes}")
-    if not join_planes(planes, tensor.gap_planes, tensor.units, positions, differences):
-        raise PatchDamaged(
-            f"patch of {name}: expected positions below {tensor.units}, found one outside; it was "
-            "not written by this program: ask for an anchor",
-            tensor=name,
-        )
+    if packed is not None:
+        index, words = packed
+        right = unpack_blocks(words, index, tensor.units, positions, differences)
+    else:
+        planes = np.empty((len(stored), tensor.changed), dtype=np.uint8)
+        for plane, section, data in zip(planes, tensor.sections, stored, strict=True):
+            plane[:] = unpack(name, section, data)
+        right = join_planes(planes, tensor.gap_planes, tensor.units, positions, differences)
+    if not right:
+        raise changes_outside(name, tensor)
     return Changes(positions, differences)
+
+
+def packed_section(
+    name: str, tensor: TensorPatch, stored: memoryview
+) -> tuple[NDArray[np.uint32], Words]:
+    """The index of a section's blocks, and their words. Raises PatchDamaged."""
+    edge = INDEX_BYTES * tensor.blocks
+    index = np.frombuffer(stored[:edge], "<u4").reshape(-1, 2)
+    words = np.frombuffer(stored[edge:], "<u8").astype(np.uint64)  # copied: aligned in memory
+    told = index.sum(axis=0, dtype=np.int64).tolist()
+    if told != [tensor.changed, words.size] or tensor.changed > _MOST_CHANGES * words.size:
+        raise changes_outside(name, tensor)
+    return index.astype(np.uint32), words
+
+
+def changes_outside(name: str, tensor: TensorPatch) -> PatchDamaged:
+    """The error for a section that does not say which units change."""
+    return PatchDamaged(
+        f"patch of {name}: expected {tensor.changed} rising positions below {tensor.units}, found "
+        "others; it was not written by this program: ask for an anchor",
+        tensor=name,
+    )
 
 
 def encode_bits(units: Units) -> tuple[dict[str, Any], list[bytes]]:

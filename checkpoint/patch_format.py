@@ -29,7 +29,11 @@ from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Count, Hex128
 
 MAGIC = b"SHIFTBOOK-PATCH\n"
-FORMAT: Final = "shiftbook-patch-v1"
+FORMAT: Final = "shiftbook-patch-v2"
+FIRST_FORMAT: Final = "shiftbook-patch-v1"
+"""Knows no `packed` encoding. It is read for ever, and written where it will do."""
+BLOCK = 1 << 18  # units of a tensor whose changes are packed together
+INDEX_BYTES = 8  # of each block: its changes and its words
 Planes = NDArray[np.uint8]
 
 _LENGTHS = 16
@@ -38,7 +42,8 @@ _MOST_HEADER_BYTES = 256 << 20  # a million tensors; a longer one is a decompres
 _PAYS_FROM_BYTES = 64  # shorter sections are stored as they are
 _ZSTD_LEVEL = 1
 
-Encoding = Literal["same", "changes", "bits", "int8"]
+Format = Literal["shiftbook-patch-v1", "shiftbook-patch-v2"]
+Encoding = Literal["same", "changes", "packed", "bits", "int8"]
 
 
 class _Record(BaseModel):
@@ -90,6 +95,11 @@ class TensorPatch(_Record):
         """Units of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype] // self.unit_bytes
 
+    @property
+    def blocks(self) -> int:
+        """Blocks that a tensor of so many units is cut into."""
+        return -(-self.units // BLOCK)
+
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
         if self.dtype not in ITEM_BYTES:
@@ -104,11 +114,20 @@ class TensorPatch(_Record):
             "same": [],
             "changes": [self.changed] * (self.gap_planes + self.value_planes),
             "bits": [self.units] * self.unit_bytes,
+            "packed": None,
             "int8": None,
         }[self.encoding]
         if lengths is not None and [section.plain for section in self.sections] != lengths:
             raise ValueError("sections do not have the lengths of their planes")
+        if self.encoding == "packed" and not self._is_packed():
+            raise ValueError("packed changes that are no index with words")
         return self
+
+    def _is_packed(self) -> bool:
+        index_bytes = INDEX_BYTES * self.blocks
+        words_bytes = [section.stored - index_bytes for section in self.sections]
+        plain = not any(section.compressed for section in self.sections)
+        return plain and len(words_bytes) == 1 and words_bytes[0] >= 0 and words_bytes[0] % 8 == 0
 
 
 class Lossy(_Record):
@@ -121,7 +140,7 @@ class Lossy(_Record):
 class Header(_Record):
     """Everything about a patch but its planes."""
 
-    format: Literal["shiftbook-patch-v1"] = FORMAT
+    format: Format
     version: Count
     base_version: Count | None = None
     """Absent in an anchor."""
@@ -147,6 +166,8 @@ class Header(_Record):
             raise ValueError("base root is not that of the tensors")
         if self.lossy is None and any(t.encoding == "int8" for t in self.tensors.values()):
             raise ValueError("a lossy encoding that is not declared")
+        if self.format == FIRST_FORMAT != format_of(self.tensors):
+            raise ValueError("packed changes in the first format")
         return self
 
     @property
@@ -158,6 +179,11 @@ class Header(_Record):
     def base_fingerprints(self) -> dict[str, str]:
         """By name, before the patch; empty for an anchor."""
         return {name: t.base for name, t in self.tensors.items() if t.base is not None}
+
+
+def format_of(tensors: Mapping[str, TensorPatch]) -> Format:
+    """The oldest format that can say this, so that as many receivers as possible can read it."""
+    return FORMAT if any(t.encoding == "packed" for t in tensors.values()) else FIRST_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +254,8 @@ def unpack(name: str, section: Section, stored: memoryview) -> Planes:
 
 def write_patch(header: Header, payload: Mapping[str, list[bytes]]) -> bytes:
     """The bytes of a patch; `payload` holds each tensor's sections."""
-    plain = canonical.encode(header.model_dump(exclude_defaults=True) | {"format": FORMAT})
+    fields = header.model_dump(exclude_defaults=True) | {"format": header.format}
+    plain = canonical.encode(fields)
     small = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(plain, asbytes=True)
     lengths = len(small).to_bytes(8, "little") + len(plain).to_bytes(8, "little")
     pieces = [MAGIC, lengths, small]
@@ -277,7 +304,7 @@ def _read_header(data: bytes) -> tuple[Header, int]:
         )
         value: dict[str, Any] = canonical.decode(text)
         declared = value.get("format")
-        if declared != FORMAT:
+        if declared not in (FIRST_FORMAT, FORMAT):
             raise _no_patch(f"format {declared!r}; a newer Shiftbook may read it")
         return Header.model_validate(value), start
     except ValidationError as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from shiftbook.checkpoint.errors import PatchDamaged
 from shiftbook.checkpoint.patch_codec import Units
 from shiftbook.checkpoint.patch_format import TensorPatch, pack, unpack
+from shiftbook.checkpoint.positions import ITEM_BYTES
 
 _BLOCK = 4096
 _STEP = 256 * _BLOCK  # elements in flight at a time: bounds the memory for float64 numbers
@@ -37,6 +38,11 @@ _NAN_ABOVE: dict[str, tuple[str, int, int]] = {
 }
 _NAN_IS = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80}
 
+Rule = tuple[int, int, int, int]
+
+NO_NUMBER: Rule = (0, 1, 0, 0)
+"""The rule that finds none."""
+
 LOSSY_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -50,6 +56,19 @@ def count_nan(dtype: str, units: Units) -> int:
     numbers = np.ascontiguousarray(units).view(unsigned)
     kind = numbers.dtype.type
     return int(np.count_nonzero((numbers & kind(magnitude)) > kind(above)))
+
+
+def nan_rule(dtype: str) -> Rule:
+    """Which units are NaN: a mask, the least and the most behind it, and, where a unit holds two
+    numbers, how far the second one is to be shifted.
+    """
+    if dtype in _NAN_IS:
+        return 0xFF, _NAN_IS[dtype], _NAN_IS[dtype], 0
+    if dtype not in _NAN_ABOVE:
+        return NO_NUMBER
+    unsigned, magnitude, above = _NAN_ABOVE[dtype]
+    bits = 8 * np.dtype(unsigned).itemsize
+    return magnitude, above + 1, magnitude, bits if bits < 8 * min(8, ITEM_BYTES[dtype]) else 0
 
 
 def encode_int8(

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from shiftbook.checkpoint.compare import check_hex
 from shiftbook.checkpoint.elements import element_view
 from shiftbook.checkpoint.errors import PatchRefused
+from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_tensors
+from shiftbook.checkpoint.patch_changes import put_units
 from shiftbook.checkpoint.patch_codec import (
     Changes,
-    Found,
     Positions,
     Units,
-    find_changes,
     moved,
     sums_of_changes,
 )
-from shiftbook.checkpoint.patch_kernel import put_units
-from shiftbook.checkpoint.positions import ITEM_BYTES
+from shiftbook.checkpoint.positions import ITEM_BYTES, MASK_64
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,11 @@ class HostPlace:
     shape: tuple[int, ...]
     units: NDArray[Any]
     obstacle: str | None = None
+
+    @property
+    def count(self) -> int:
+        """Units."""
+        return int(self.units.size)
 
     def read(self) -> Units:
         """All units, flat; a copy only where strides ask for one."""
@@ -77,6 +83,11 @@ class DevicePlace:
     bits: Any
     """The units as a flat torch tensor of signed integers (uint8 for bytes)."""
     obstacle: str | None = None
+
+    @property
+    def count(self) -> int:
+        """As HostPlace does."""
+        return int(self.bits.numel())
 
     def read(self) -> Units:
         """As HostPlace does."""
@@ -144,24 +155,36 @@ def place_of(tensor: Any, *, on_device: bool = False) -> Place:
     return HostPlace(name, shape, array, obstacle)
 
 
-def changes_between(base: Place, new: Place, *, summed: bool = False) -> Found:
-    """Compare two places; where both lie on one device the comparison happens there.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a comparison of two tensors on one device gives."""
 
-    `summed` asks for the sums of the new one's fingerprint; see `find_changes`.
-    """
-    if isinstance(base, DevicePlace) and isinstance(new, DevicePlace):
-        torch = sys.modules["torch"]
-        if base.bits.device == new.bits.device:
-            where = torch.nonzero(base.bits != new.bits).reshape(-1)
-            positions = where.cpu().numpy()
-            old, fresh = (_unsigned(p.bits[where].cpu().numpy()) for p in (base, new))
-            if not summed:
-                return Found(positions, old, fresh)
-            from shiftbook.checkpoint.device_sums import sum_block
+    positions: Positions
+    old: Units
+    new: Units
+    sums: tuple[int, int]
+    """Both sums of the new tensor's fingerprint."""
 
-            start = np.zeros(1, dtype=np.uint64)
-            return Found(positions, old, fresh, sum_block(new.bits.reshape(1, -1), start))
-    return find_changes(base.read(), new.read(), summed=summed)
+    @property
+    def changes(self) -> Changes:
+        """Without the values that the differences lead from and to."""
+        return Changes(self.positions, np.asarray(self.new - self.old))
+
+
+def changes_on_device(base: Place, new: Place) -> Found | None:
+    """Compare two places where they lie; None unless that is one device."""
+    if not isinstance(base, DevicePlace) or not isinstance(new, DevicePlace):
+        return None
+    if base.bits.device != new.bits.device:
+        return None
+    torch = sys.modules["torch"]
+    where = torch.nonzero(base.bits != new.bits).reshape(-1)
+    positions = where.cpu().numpy()
+    old, fresh = (_unsigned(p.bits[where].cpu().numpy()) for p in (base, new))
+    from shiftbook.checkpoint.device_sums import sum_block
+
+    start = np.zeros(1, dtype=np.uint64)
+    return Found(positions, old, fresh, sum_block(new.bits.reshape(1, -1), start))
 
 
 def check_writable(name: str, place: Place) -> None:
@@ -177,3 +200,30 @@ def check_writable(name: str, place: Place) -> None:
 
 def _unsigned(values: NDArray[Any]) -> Units:
     return values.view(f"u{values.dtype.itemsize}")
+
+
+def fingerprints_of(tensors: Mapping[str, Any], threads: int) -> dict[str, str]:
+    """The fingerprints of whole tensors and places, by name."""
+    placed = {n: t for n, t in tensors.items() if isinstance(t, Place)}
+    found = fingerprint_tensors(
+        {n: t for n, t in tensors.items() if n not in placed}, threads=threads
+    )
+    return found | {
+        n: fingerprint_of_units(p.dtype, p.shape, p.read()).hex for n, p in placed.items()
+    }
+
+
+def fingerprint_of_units(dtype: str, shape: tuple[int, ...], units: Units) -> Fingerprint:
+    """The fingerprint of a whole tensor, given its flat units."""
+    if ITEM_BYTES[dtype] == 16:
+        units = units.view(np.complex128)
+    return fingerprint(units, offset=0, shape=shape, dtype=dtype)
+
+
+def moved_hex(name: str, start: str, sums: tuple[int, int]) -> str:
+    """The fingerprint of a tensor that had `start`; what binds it to dtype and shape stays."""
+    check_hex(name, start)
+    halves = (int(start[:16], 16), int(start[16:], 16))
+    return "".join(
+        f"{(half + more) & MASK_64:016x}" for half, more in zip(halves, sums, strict=True)
+    )

@@ -21,6 +21,7 @@ from shiftbook.checkpoint.patch_format import (
     Lossy,
     Patch,
     TensorPatch,
+    format_of,
     read_patch,
     write_patch,
 )
@@ -91,6 +92,7 @@ class PatchSender:
                 version=self._version,
                 accept_error=self._lossy.max_error if self._lossy else None,
                 fingerprints=self._fingerprints,
+                threads=self._threads,
             )
             self._fingerprints = done.fingerprints
             self._since_anchor += 1
@@ -136,11 +138,12 @@ def compose(first: Patch | bytes, second: Patch | bytes) -> bytes:
             fields, payload[name] = encode_bits(units)
         else:
             merged: Changes = merge_changes(decode_changes(name, record, stored), changes)
-            fields, payload[name] = encode_changes(merged)
+            fields, payload[name] = encode_changes(merged, record.units)
         records[name] = TensorPatch(
             dtype=record.dtype, shape=record.shape, base=record.base, result=after.result, **fields
         )
     header = Header(
+        format=format_of(records),
         version=two.version,
         base_version=one.base_version,
         base_root=one.header.base_root,

@@ -60,6 +60,21 @@ def updated(state: State, share: float, seed: int) -> State:
     return new
 
 
+def stepped(state: State, share: float, seed: int, most: int = 1) -> State:
+    """A share of the elements moves by up to `most` in the last place, up or down."""
+    rng = np.random.default_rng(seed)
+    new = copied(state)
+    for tensor in new.values():
+        unsigned = np.dtype(f"u{min(8, tensor.element_size())}")
+        units = tensor.reshape(-1).view(torch.uint8).numpy().view(unsigned)
+        where = np.flatnonzero(rng.random(units.size) < share)
+        steps = rng.integers(1, most, size=where.size, endpoint=True).astype(unsigned)
+        units[where] += np.where(rng.random(where.size) < 0.5, steps, np.array(0) - steps).astype(
+            unsigned
+        )
+    return new
+
+
 @st.composite
 def states(draw: st.DrawFn) -> State:
     """One to four tensors of any dtype, empty ones and scalars included."""

@@ -26,13 +26,24 @@ from shiftbook.checkpoint.errors import (
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.checkpoint.patch import Lossy, apply_patch, encode_anchor, encode_patch, read_patch
 from shiftbook.checkpoint.patch_series import compose
-from tests.checkpoint.patch_states import State, all_bits, copied, forged, model, signed, updated
+from tests.checkpoint.patch_states import (
+    State,
+    all_bits,
+    copied,
+    forged,
+    model,
+    signed,
+    stepped,
+    updated,
+)
 
 torch.set_num_threads(1)
 BASE = model()
 NEW = updated(BASE, 0.02, 5)
 PATCH = encode_patch(BASE, NEW, base_version=1, version=2, nan="carry")
 ANCHOR = encode_anchor(NEW, version=2, nan="carry")
+STEPPED = stepped(BASE, 0.05, 6)
+PACKED = encode_patch(BASE, STEPPED, base_version=1, version=2)
 LOSSY_BASE = {"w": torch.linspace(-1, 1, 9000)}
 LOSSY_NEW = {"w": torch.linspace(-1, 1, 9000).sin()}
 LOSSY = encode_patch(LOSSY_BASE, LOSSY_NEW, base_version=1, version=2, lossy=Lossy(max_error=0.01))
@@ -51,7 +62,7 @@ def refused(
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.sampled_from([PATCH, ANCHOR, LOSSY]), st.integers(0, 2**31), st.integers(0, 7))
+@given(st.sampled_from([PATCH, PACKED, ANCHOR, LOSSY]), st.integers(0, 2**31), st.integers(0, 7))
 def test_one_flipped_bit_anywhere(data: bytes, place: int, bit: int) -> None:
     altered = bytearray(data)
     altered[place % len(data)] ^= 1 << bit
@@ -75,13 +86,14 @@ def test_no_patch_at_all() -> None:
 
 
 @settings(deadline=None, max_examples=300)
-@given(st.sampled_from([PATCH, ANCHOR, LOSSY]), st.integers(0, 2**31), st.integers(1, 255))
+@given(st.sampled_from([PATCH, PACKED, ANCHOR, LOSSY]), st.integers(0, 2**31), st.integers(1, 255))
 def test_forged_sections_are_seen_by_the_result(data: bytes, place: int, mask: int) -> None:
     """The SHA-256 is right, the planes are not: a position, a difference or a frame is another."""
     start = read_patch(data).payload_start
     altered = bytearray(data[:-32])
     altered[start + place % (len(altered) - start)] ^= mask
     base, new = (LOSSY_BASE, LOSSY_NEW) if data is LOSSY else (BASE, NEW)
+    new = STEPPED if data is PACKED else new
     receiver = copied(base)
     before = all_bits(receiver)
     try:
@@ -111,7 +123,7 @@ def mutate(rng: random.Random, value: Any) -> Any:
 
 
 @settings(deadline=None, max_examples=400)
-@given(st.sampled_from([PATCH, ANCHOR, LOSSY]), st.integers(0, 2**63))
+@given(st.sampled_from([PATCH, PACKED, ANCHOR, LOSSY]), st.integers(0, 2**63))
 def test_forged_headers(data: bytes, seed: int) -> None:
     rng = random.Random(seed)
     altered = forged(data, lambda header: mutate(rng, header))

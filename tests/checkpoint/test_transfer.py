@@ -183,7 +183,7 @@ def test_torch_tensors_of_any_dtype_pass_as_they_are(tmp_path: Path) -> None:
     }
     trainer = Trainer(tmp_path, ranks=1)
     try:
-        trainer.desk.open(trainer.offers[0].publish(1, weights), {"e": 1}, limit_s=20)
+        trainer.desk.open(trainer.offers[0].publish(1, weights), {"e": 1}, limit_s=60)
         mine = {
             name: Stored(str(t.dtype).removeprefix("torch."), split(name, t.shape, 0, 0, 1))
             for name, t in weights.items()
@@ -209,7 +209,7 @@ def test_nan_is_carried_and_counted(trainer: Trainer) -> None:
     receivers = engine(lambda: trainer.links("e"), "e", 2)
     for version, weights in ((1, first), (2, second)):
         catalogue = trainer.publish(version, weights)
-        trainer.desk.open(catalogue, {"e": 2}, limit_s=20)
+        trainer.desk.open(catalogue, {"e": 2}, limit_s=60)
         assert all(isinstance(one, Synced) for one in sync_all(receivers))
     assert (catalogue.nan, catalogue.tensors["q"].nan) == (5, 4)
     assert equal(logical([r.tensors for r in receivers], 2), second)
@@ -220,7 +220,7 @@ def test_a_version_that_changed_nothing_is_a_delivery_too(trainer: Trainer) -> N
     weights = state(9)
     receivers = engine(lambda: trainer.links("e"), "e", 1)
     for version in (1, 2):
-        trainer.desk.open(trainer.publish(version, weights), {"e": 1}, limit_s=20)
+        trainer.desk.open(trainer.publish(version, weights), {"e": 1}, limit_s=60)
         (done,) = sync_all(receivers)
         assert isinstance(done, Synced), done
     assert receivers[0].version == 2
