@@ -52,7 +52,7 @@ FRESH = ("fresh", "fresh_windows")
 """What is made of the events of a batch before any table takes them in, by the ``.sql`` file of
 its name."""
 
-LAYOUT = 5
+LAYOUT = 6
 """Version of the tables; a mirror of another layout is built again from the first event."""
 
 BATCH_EVENTS = 61_440

@@ -1,4 +1,4 @@
--- checkpoints: one row for each bundle that was saved or restored.
+-- checkpoints: one row for each bundle that was saved, registered or restored.
 CREATE TABLE IF NOT EXISTS checkpoints (
     position BIGINT,
     job VARCHAR,
@@ -22,8 +22,12 @@ SELECT
     position,
     job,
     body ->> '$.attempt',
-    CASE type WHEN 'CheckpointSaved' THEN 'saved' ELSE 'restored' END,
-    body ->> '$.kind',
+    CASE type
+        WHEN 'CheckpointSaved' THEN 'saved'
+        WHEN 'CheckpointRegistered' THEN 'registered'
+        ELSE 'restored'
+    END,
+    coalesce(body ->> '$.kind', body ->> '$.form'),
     body ->> '$.bundle',
     body ->> '$.parent',
     body ->> '$.path',
@@ -31,9 +35,13 @@ SELECT
     whole_at(body, '$.policy_version'),
     whole_at(body, '$.cursor'),
     whole_at(body, '$.bytes'),
-    coalesce(number_at(body, '$.save_s'), number_at(body, '$.restore_s')),
+    coalesce(
+        number_at(body, '$.save_s'),
+        number_at(body, '$.register_s'),
+        number_at(body, '$.restore_s')
+    ),
     recorded_ns,
     TRY_CAST(body -> '$.parts' AS MAP(VARCHAR, VARCHAR))
 FROM fresh
-WHERE type IN ('CheckpointSaved', 'CheckpointRestored')
+WHERE type IN ('CheckpointSaved', 'CheckpointRegistered', 'CheckpointRestored')
 ORDER BY position;
