@@ -13,6 +13,7 @@ from shiftbook.checkpoint.shelf import find_bundle, latest_bundle, list_bundles
 from shiftbook.checkpoint.transfer.commands import transfer
 from shiftbook.ledger.cli_options import (
     Format,
+    LedgerURL,
     emit,
     emit_document,
     format_option,
@@ -120,6 +121,15 @@ def verify(context: click.Context, path: Path, files_only: bool, format_: Format
 @click.option("--policy-version", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("--part", default="policy", show_default=True, help="Name of the bundle's one part.")
 @click.option("--kind", default=None, help="What the part is, where its name does not say.")
+@click.option(
+    "--ledger",
+    "ledger_url",
+    type=LedgerURL(),
+    envvar="SHIFTBOOK_LEDGER",
+    default=None,
+    show_envvar=True,
+    help="Ledger that records the registration as an event of the job; none by default.",
+)
 def register(
     source: Path,
     folder: Path,
@@ -129,6 +139,7 @@ def register(
     policy_version: int,
     part: str,
     kind: str | None,
+    ledger_url: str | None,
 ) -> None:
     """Register the state at SOURCE as a bundle in FOLDER, without writing its tensors again.
 
@@ -136,17 +147,24 @@ def register(
     files as Hugging Face has them. The bundle names the files by absolute path and holds their
     SHA-256 and the tensors' fingerprints, so they must stay where they are. Opening the index of a
     torch.distributed.checkpoint folder runs what its pickle says: register only what you trust.
-    """
-    from shiftbook.checkpoint.register import register_state
 
-    fields = {
-        "job": job,
-        "attempt": attempt,
-        "iteration": iteration,
-        "policy_version": policy_version,
-    }
+    With --ledger the job knows the bundle, opened or not yet, and an attempt that begins from it
+    has an origin for the verifier.
+    """
+    from shiftbook.checkpoint.manifest import BundleFields
+    from shiftbook.checkpoint.register import register_in_ledger, register_state
+    from shiftbook.ledger.gate import Gate
+
+    fields = BundleFields(
+        job=job, attempt=attempt, iteration=iteration, policy_version=policy_version
+    )
     with working("reading and hashing the state"):
-        bundle = register_state(source, folder, fields, part=part, kind=kind)
+        if ledger_url is None:
+            bundle = register_state(source, folder, fields, part=part, kind=kind)
+        else:
+            with open_book(ledger_url, write=True) as ledger:
+                gate = Gate(ledger, by="checkpoint-register")
+                bundle = register_in_ledger(gate, source, folder, fields, part=part, kind=kind)
     record = bundle.manifest.parts[part]
     click.echo(f"{bundle.path}: {len(record.tensors)} tensors, {record.bytes} bytes, {record.root}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from shiftbook.checkpoint.errors import BundleError
@@ -11,6 +11,7 @@ from shiftbook.checkpoint.shelf import list_bundles, retain
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.state import JobState
 
 
 def needed_bundles(ledger: Ledger) -> set[str]:
@@ -18,8 +19,9 @@ def needed_bundles(ledger: Ledger) -> set[str]:
 
     These are all that an attempt began from or that were restored, in their own job or in a fork,
     and of each job that is not closed the newest of its effective lineage, from which it would go
-    on. The bundle that an attempt began from stays when the job is closed: the verifier compares
-    what came out of the restore with it.
+    on, and the states that were registered for it, from which it may begin. The bundle that an
+    attempt began from stays when the job is closed: the verifier compares what came out of the
+    restore with it.
     """
     needed = set()
     for stored in ledger.read(types=("AttemptStarted", "CheckpointRestored")):
@@ -29,7 +31,17 @@ def needed_bundles(ledger: Ledger) -> set[str]:
     for job in ledger.state().jobs.values():
         if job.status != "closed" and job.last_bundle is not None:
             needed.add(job.last_bundle.bundle)
+        if job.status != "closed":
+            needed.update(job.registered)
     return needed
+
+
+def _bundle_places(job: JobState) -> Iterator[tuple[str, str]]:
+    """Id and folder of every bundle that a job saved or that was registered for it."""
+    for saved in job.bundles.values():
+        yield saved.bundle, saved.path
+    for taken in job.registered.values():
+        yield taken.bundle, taken.path
 
 
 def named_bundles(trace: Path, bundles: Collection[str]) -> set[str]:
@@ -61,10 +73,10 @@ def retain_needed(
     needed = needed_bundles(ledger) | set(protected)
     jobs = ledger.state().jobs
     places = {
-        Path(event.path).resolve()
+        Path(path).resolve()
         for job in jobs.values()
-        for event in job.bundles.values()
-        if event.bundle in needed
+        for bundle, path in _bundle_places(job)
+        if bundle in needed
     }
     for trace in golden:
         needed |= named_bundles(trace, [bundle.bundle_id for bundle in saved])

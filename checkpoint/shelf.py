@@ -76,6 +76,14 @@ def retain(
     return deleted
 
 
+def withdraw(bundle: SavedBundle) -> None:
+    """Take away a bundle that was made a moment ago and that nothing names yet."""
+    with shelf_lock(bundle.path.parent) as root:
+        leaving = root / f"{_LEAVING_PREFIX}{bundle.path.name}"
+        bundle.path.rename(leaving)
+        shutil.rmtree(leaving)
+
+
 @contextmanager
 def shelf_lock(root_dir: str | os.PathLike[str]) -> Iterator[Path]:
     """Hold the folder for one saver or retention at a time; clear what a killed one left.

@@ -13,6 +13,7 @@ from shiftbook.ledger.events.safety import (
     SafeModeLeft,
     ShadowCompared,
 )
+from shiftbook.ledger.events.state import CheckpointRegistered
 from shiftbook.ledger.events.sync import WeightSyncFailed
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.lawful import lawful
@@ -184,6 +185,16 @@ class JobDoor(Door):
             return lawful(state, job, drafts)
 
         return self.ledger.decide(decide)
+
+    def register(self, job: str, registered: CheckpointRegistered) -> Receipt:
+        """Record that a job has the state of another program as a bundle, opened or not yet.
+
+        Raise IllegalStep for a job that is closed or has that bundle already, InvalidInput for the
+        ledger's own job.
+        """
+        if job == SYSTEM_JOB:
+            raise InvalidInput(f"{job!r} names the ledger's own events; name the job that uses it")
+        return self._decide(lambda state: lawful(state, job, [Draft(registered)]))
 
     def thaw(self, job: str, *, by: str, reason: str) -> Receipt | None:
         """Leave safe mode; ``by`` is ``operator``, ``operator:NAME`` or a rule the plan declares.

@@ -61,6 +61,7 @@ def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerSt
             replicas={k: replace(v) for k, v in job.replicas.items()},
             engines=dict(job.engines),
             bundles=dict(job.bundles),
+            registered=dict(job.registered),
             shadows=dict(job.shadows),
             pending_amendments=set(job.pending_amendments),
         )

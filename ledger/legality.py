@@ -360,6 +360,18 @@ def _shadowed(
     return None
 
 
+def _registered(
+    state: LedgerState, job: JobState, operation: str | None, event: Event
+) -> Violation | None:
+    assert isinstance(event, state_events.CheckpointRegistered)
+    if job.status == "closed":
+        return Violation("sequence", "a job that is not closed", "it is closed")
+    if event.bundle in job.bundles or event.bundle in job.registered:
+        how = "saved by an attempt" if event.bundle in job.bundles else "registered before"
+        return Violation("repeated", "a bundle that is new to the job", f"one {how}")
+    return None
+
+
 def _of_attempt(
     state: LedgerState, job: JobState, operation: str | None, event: Event
 ) -> Violation | None:
@@ -396,6 +408,7 @@ _RULES: dict[str, Rule] = {
     "SafeModeLeft": _safe_left,
     "QuarantineLifted": _lifted,
     "ShadowCompared": _shadowed,
+    "CheckpointRegistered": _registered,
     **{
         model.__name__: _of_attempt
         for model in (

@@ -45,7 +45,7 @@ TABLES = (
 STEPPED = frozenset({"reallocations", "weight_syncs", "weight_deliveries"})
 """Tables with a row for an operation, which is made again of all its events when it goes on."""
 
-LAYOUT = 6
+LAYOUT = 7
 """Version of the tables; a copy of another layout is built again from the first event."""
 
 BATCH_EVENTS = 61_440

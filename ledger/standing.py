@@ -63,6 +63,17 @@ def read_standing(state: LedgerState, name: str) -> Standing:
             for _, engine in sorted(job.engines.items())
         ],
         "last_bundle": _bundle(job),
+        "registered_bundles": [
+            {
+                "bundle": taken.bundle,
+                "path": taken.path,
+                "source": taken.source,
+                "iteration": taken.iteration,
+                "policy_version": taken.policy_version,
+                "bytes": taken.bytes,
+            }
+            for taken in job.registered.values()
+        ],
         "events": job.version + 1,
         "last_event_ns": job.last_event_ns,
         "position": state.position,
@@ -148,5 +159,10 @@ def standing_text(standing: Standing) -> str:
         )
     else:
         lines.append("  bundle       none")
+    for taken in standing["registered_bundles"]:
+        lines.append(
+            f"  registered   {taken['bundle'][:12]} of {taken['source']}, policy "
+            f"{taken['policy_version']}, {size_text(taken['bytes'])}"
+        )
     lines.append(f"  last event   {clock_text(standing['last_event_ns'])}")
     return "\n".join(lines) + "\n"

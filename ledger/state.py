@@ -173,6 +173,8 @@ class JobState:
     """Newest bundle of the effective lineage."""
     bundles: dict[str, state_events.CheckpointSaved] = field(default_factory=dict)
     """Every bundle that any attempt saved, by its digest."""
+    registered: dict[str, state_events.CheckpointRegistered] = field(default_factory=dict)
+    """Bundles of states that other programs saved, by their digests."""
     last_move_ns: int | None = None
     last_move_position: int = -1
     last_event_ns: int = 0
@@ -575,6 +577,12 @@ def _saved(state: LedgerState, job: JobState, stored: StoredEvent, event: Event)
     job.bundles[event.bundle] = event
     if event.attempt == job.attempt:
         job.last_bundle = event
+
+
+@_on(state_events.CheckpointRegistered)
+def _registered(state: LedgerState, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, state_events.CheckpointRegistered)
+    job.registered[event.bundle] = event
 
 
 @_on(training.UpdateApplied)

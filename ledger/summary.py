@@ -140,6 +140,14 @@ _LINES: dict[str, Callable[[Body], str]] = {
     "CheckpointSaved": lambda b: (
         f"iteration {b['iteration']}, {size_text(b['bytes'])}, {seconds_text(b['save_s'])}"
     ),
+    "CheckpointRegistered": lambda b: (
+        f"{' '.join(b['parts'])} of {b['source']} ({b['form']}), {size_text(b['bytes'])}, "
+        f"{b['bundle'][:12]}"
+    ),
+    "CheckpointRestored": lambda b: (
+        f"{b['kind']} from {b['bundle'][:12]} at iteration {b['iteration']}, "
+        f"{seconds_text(b['restore_s'])}"
+    ),
     "UpdateApplied": lambda b: (
         f"policy {b['policy_version']}, loss {b['loss']:.4g}, KL {b['kl']:.3g}"
     ),

@@ -67,6 +67,8 @@ class JudgedJob:
     required: frozenset[str]
     """Invariants that its plan requires."""
     planned: bool
+    begun: bool
+    """False where nothing stands but bundles that were registered for it."""
     active: bool
     """Whether it recorded a training step or an operation."""
     unknown: dict[str, int]
@@ -153,6 +155,7 @@ class Judge:
             rows=rows,
             required=frozenset(job.plan.required_invariants if job.plan else ()),
             planned=job.plan is not None,
+            begun=job.status != "unopened" or bench.events > len(job.registered),
             active=bool(bench.trained or job.operations or job.syncs),
             unknown=bench.unknown,
             open_operations=[] if job.status == "closed" else open_operations(job),

@@ -14,7 +14,11 @@ from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.observation import IterationCompleted
-from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved
+from shiftbook.ledger.events.state import (
+    CheckpointRegistered,
+    CheckpointRestored,
+    CheckpointSaved,
+)
 from shiftbook.ledger.events.training import (
     BatchConsumed,
     SamplesDrawn,
@@ -41,6 +45,7 @@ _FOLLOWED = frozenset(
     {
         AttemptStarted,
         CheckpointSaved,
+        CheckpointRegistered,
         CheckpointRestored,
         SamplesDrawn,
         SamplesGenerated,
@@ -161,6 +166,8 @@ class Track:
         self.chain: Chain | None = None
         self.pending = Consumed()
         self.marks: OrderedDict[str, Mark] = OrderedDict()
+        self.registered: OrderedDict[str, tuple[CheckpointRegistered, int]] = OrderedDict()
+        """States of other programs by bundle, with the position that says so."""
 
     def apply(
         self, stored: StoredEvent, event: Event, plan: Plan | None, rows: Rows | None
@@ -174,6 +181,10 @@ class Track:
                 self._start(event, at)
             case CheckpointSaved():
                 self._save(event, at, plan)
+            case CheckpointRegistered():
+                self.registered[event.bundle] = (event, at)
+                if len(self.registered) > WINDOW:
+                    self.registered.popitem(last=False)
             case CheckpointRestored():
                 self._restore(event, at)
             case SamplesDrawn():
@@ -196,6 +207,11 @@ class Track:
                 self._let_go(event.iteration, plan)
             case _:
                 pass
+
+    def origin(self, bundle: str) -> tuple[CheckpointSaved | CheckpointRegistered, int] | None:
+        """How a bundle came to be, saved by the job or registered, and where that stands."""
+        mark = self.marks.get(bundle)
+        return self.registered.get(bundle) if mark is None else (mark.saved, mark.position)
 
     def find_closed(self, ordinal: int) -> Drawn | None:
         """The closed run of draws that an ordinal belongs to, as far back as is remembered."""

@@ -326,7 +326,11 @@ def _refuse_nothing(report: IntegrityReport, judgement: Judgement, job: str | No
 
 def _could_not(judgement: Judgement, coverage: Coverage) -> list[str]:
     reasons = []
+    if not any(judged.begun for judged in judgement.jobs.values()):
+        reasons.append("no job has begun, bundles were registered and nothing else; run one first")
     for name, judged in judgement.jobs.items():
+        if not judged.begun:
+            continue
         if not judged.planned:
             reasons.append(
                 f"job {name} declared no plan: begin it with JobOpened, which carries one"

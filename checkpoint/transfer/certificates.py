@@ -19,6 +19,7 @@ from cryptography.x509.oid import NameOID
 from shiftbook.checkpoint.errors import ServingFailed
 
 DAYS = 30.0
+MOST_DAYS = 3650.0
 _SKEW = datetime.timedelta(hours=1)
 """A certificate is good from an hour ago, since clocks differ."""
 
@@ -47,7 +48,8 @@ def make_certificates(
     """Write an authority's certificate and a server's with its key, for these names and addresses.
 
     The authority's key is forgotten, so nobody can make another server under it. Raises
-    ServingFailed without hosts, and where files of these names stand already.
+    ServingFailed without hosts, where files of these names stand already, and for days that are
+    none.
     """
     files = ServerFiles.within(folder)
     standing = [path.name for path in _all(files) if path.exists()]
@@ -57,17 +59,24 @@ def make_certificates(
             f"{standing or 'none'} in {folder}; name the hosts and a new folder",
             where=str(folder),
         )
+    named = all(host.isascii() and len(host.split()) == 1 for host in hosts)
+    if not named or not 0 < days <= MOST_DAYS:
+        raise ServingFailed(
+            f"expected names of hosts and above 0 to {MOST_DAYS:g} days, found "
+            f"{list(hosts)} and {days:g}; name each host, and say for how long",
+            where=str(folder),
+        )
     begin = (now or datetime.datetime.now(datetime.UTC)) - _SKEW
     end = begin + _SKEW + datetime.timedelta(days=days)
     authority_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
-    named = _name("Shiftbook transfer authority")
+    issuer = _name("Shiftbook transfer authority")
     authority = (
-        _builder(named, named, authority_key.public_key(), begin, end)
+        _builder(issuer, issuer, authority_key.public_key(), begin, end)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(authority_key, hashes.SHA256())
     )
     server = (
-        _builder(_name(hosts[0]), named, server_key.public_key(), begin, end)
+        _builder(_name(hosts[0]), issuer, server_key.public_key(), begin, end)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
         .sign(authority_key, hashes.SHA256())

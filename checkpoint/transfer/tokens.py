@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import time
 from pathlib import Path
@@ -54,7 +55,13 @@ def read_secret(path: Path) -> bytes:
 
 
 def issue_token(secret: bytes, target: str, ttl_s: float, *, now_s: float | None = None) -> str:
-    """A token for one receiver, good for `ttl_s` seconds from now."""
+    """A token for one receiver, good for `ttl_s` seconds from now. Raises ServingFailed."""
+    if not target or not (0 < ttl_s < math.inf):
+        raise ServingFailed(
+            f"expected the name of a receiver and a number of seconds above 0, found {target!r} "
+            f"and {ttl_s:g}; name the engine, and say how long the token is good",
+            where=target,
+        )
     ends_s = (time.time() if now_s is None else now_s) + ttl_s
     claim = {"domain": _DOMAIN, "target": target, "ends_s": round(ends_s, 3)}
     text = base64.urlsafe_b64encode(json.dumps(claim, sort_keys=True).encode()).decode()
@@ -72,11 +79,13 @@ def check_token(secret: bytes, token: str, *, now_s: float | None = None) -> str
     try:
         claim: Any = json.loads(base64.urlsafe_b64decode(text))
         target, ends_s = str(claim["target"]), float(claim["ends_s"])
-        known = claim["domain"] == _DOMAIN
+        known = claim["domain"] == _DOMAIN and math.isfinite(ends_s)
     except (binascii.Error, ValueError, KeyError, TypeError) as error:
         raise TransferRefused("expected a token of this version of Shiftbook") from error
     if not known:
-        raise TransferRefused("expected a token for transfers, found one for something else")
+        raise TransferRefused(
+            "expected a token for transfers with an end, found one for something else"
+        )
     late_s = (time.time() if now_s is None else now_s) - ends_s
     if late_s >= 0:
         raise TransferRefused(

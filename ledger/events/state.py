@@ -40,6 +40,26 @@ class CheckpointSaved(Event):
         return parts if found == parts else found
 
 
+class CheckpointRegistered(Event):
+    """A state that another program saved is a bundle from now on; its files stay as they are.
+
+    It may come before the job is opened: an attempt of it can begin from the bundle.
+    """
+
+    bundle: Sha256
+    path: str
+    """Folder of the bundle, which names the files."""
+    source: str
+    """The files' folder, or the one file."""
+    form: Literal["dcp", "safetensors"]
+    iteration: Count
+    policy_version: Count
+    parts: dict[str, Hex128]
+    """Root fingerprint of each part, read from the files: the live state is gone."""
+    bytes: Count
+    register_s: float
+
+
 class CheckpointRestored(Event):
     """A bundle was loaded; fingerprints taken from the live objects afterwards."""
 

@@ -1,4 +1,4 @@
--- checkpoints: one row for each bundle that was saved or restored.
+-- checkpoints: one row for each bundle that was saved, registered or restored.
 CREATE TABLE IF NOT EXISTS checkpoints (
     position BIGINT,
     job VARCHAR,
@@ -23,8 +23,12 @@ SELECT
     position,
     job,
     said.attempt,
-    CASE type WHEN 'CheckpointSaved' THEN 'saved' ELSE 'restored' END,
-    said.kind,
+    CASE type
+        WHEN 'CheckpointSaved' THEN 'saved'
+        WHEN 'CheckpointRegistered' THEN 'registered'
+        ELSE 'restored'
+    END,
+    coalesce(said.kind, said.form),
     said.bundle,
     said.parent,
     said.path,
@@ -32,7 +36,11 @@ SELECT
     TRY_CAST(said.policy_version AS BIGINT),
     TRY_CAST(said.cursor AS BIGINT),
     TRY_CAST(said.bytes AS BIGINT),
-    coalesce(TRY_CAST(said.save_s AS DOUBLE), TRY_CAST(said.restore_s AS DOUBLE)),
+    coalesce(
+        TRY_CAST(said.save_s AS DOUBLE),
+        TRY_CAST(said.register_s AS DOUBLE),
+        TRY_CAST(said.restore_s AS DOUBLE)
+    ),
     recorded_ns,
     said.parts
 FROM (
@@ -43,12 +51,13 @@ FROM (
         recorded_ns,
         json_transform(
             body,
-            '{"attempt": "VARCHAR", "kind": "VARCHAR", "bundle": "VARCHAR", "parent": "VARCHAR",
+            '{"attempt": "VARCHAR", "kind": "VARCHAR", "form": "VARCHAR", "bundle": "VARCHAR", "parent": "VARCHAR",
               "path": "VARCHAR", "iteration": "VARCHAR", "policy_version": "VARCHAR",
               "cursor": "VARCHAR", "bytes": "VARCHAR", "save_s": "VARCHAR",
+              "register_s": "VARCHAR",
               "restore_s": "VARCHAR", "parts": "MAP(VARCHAR, VARCHAR)"}'
         ) AS said
     FROM fresh
-    WHERE type IN ('CheckpointSaved', 'CheckpointRestored')
+    WHERE type IN ('CheckpointSaved', 'CheckpointRegistered', 'CheckpointRestored')
 )
 ORDER BY position;

@@ -6,6 +6,8 @@ certificate against its authority, and what stands already is left alone with ex
 
 from __future__ import annotations
 
+import base64
+import hmac
 import stat
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from click.testing import CliRunner, Result
 from cryptography import x509
 
 from shiftbook.checkpoint.errors import ServingFailed, TransferRefused
-from shiftbook.checkpoint.transfer.tokens import check_token, read_secret
+from shiftbook.checkpoint.transfer.tokens import check_token, issue_token, read_secret
 from shiftbook.ledger.cli import main
 
 
@@ -62,3 +64,40 @@ def test_certificates(tmp_path: Path) -> None:
     again = run("certificates", "--out", folder, "--host", "other.example")
     assert again.exit_code == 2
     assert run("certificates", "--out", tmp_path / "none").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("token", "--target", "e", "--ttl-s", "-5"),
+        ("token", "--target", "e", "--ttl-s", "nan"),
+        ("token", "--target", "e", "--ttl-s", "inf"),
+        ("token", "--target", ""),
+        ("certificates", "--host", "a", "--days", "-1"),
+        ("certificates", "--host", "a", "--days", "nan"),
+        ("certificates", "--host", ""),
+        ("certificates", "--host", "a b"),
+    ],
+    ids=" ".join,
+)
+def test_what_names_nothing_or_ends_never_is_refused(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    secret, folder = tmp_path / "transfer.secret", tmp_path / "tls"
+    assert run("secret", "--out", secret).exit_code == 0
+    where = ("--secret", secret) if words[0] == "token" else ("--out", folder)
+    done = run(*words, *where)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "expected" in done.stderr
+    assert "fault of shiftbook" not in done.stderr
+    assert not folder.exists()
+
+
+def test_a_token_whose_end_is_no_number_is_refused() -> None:
+    secret = b"s" * 32
+    token = issue_token(secret, "e", 60, now_s=0.0)
+    text = base64.urlsafe_b64decode(token.partition(".")[0]).replace(b"60.0", b"NaN")
+    forged = base64.urlsafe_b64encode(text).decode()
+    signed = f"{forged}.{hmac.new(secret, forged.encode(), 'sha256').hexdigest()}"
+    with pytest.raises(TransferRefused, match="something else"):
+        check_token(secret, signed)

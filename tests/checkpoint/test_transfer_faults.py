@@ -91,7 +91,7 @@ def outcome_of(trainer: Trainer, target: str) -> Any:
     ("token", "says"),
     [
         (issue_token(b"o" * 32, "e", 60), "under this source's secret"),
-        (issue_token(SECRET, "e", -5), r"ended \d+ s ago"),
+        (issue_token(SECRET, "e", 5, now_s=time.time() - 10), r"ended \d+ s ago"),
         (issue_token(SECRET, "e", 60)[:-2] + "00", "under this source's secret"),
         ("", "under this source's secret"),
         ("rubbish.rubbish", "under this source's secret"),

@@ -225,7 +225,9 @@ def test_a_bundle_from_elsewhere_is_not_called_checked(judge: Judge) -> None:
     assert told(verdict) == []
     assert verdict.exit_code == 2
     assert verdict.coverage.row("I1").status == "partly"
-    assert verdict.coverage.row("I1").reason == "the restored bundle was not saved in this ledger"
+    assert verdict.coverage.row("I1").reason == (
+        "the restored bundle was neither saved nor registered in this ledger"
+    )
     assert any("requires I1," in reason for reason in verdict.could_not)
 
 

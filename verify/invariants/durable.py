@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.manifest import load_manifest
-from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved
+from shiftbook.ledger.events.state import (
+    CheckpointRegistered,
+    CheckpointRestored,
+    CheckpointSaved,
+)
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
 
 
@@ -20,6 +24,7 @@ class FileEquality(Invariant):
     needs = "file_parts in CheckpointSaved or CheckpointRestored, or the bundle's manifest"
     sees = (
         CheckpointSaved,
+        CheckpointRegistered,
         CheckpointRestored,
     )
 
@@ -37,19 +42,30 @@ class FileEquality(Invariant):
                 self.missing("the file of a bundle was not read back after its save")
             else:
                 self._compare(step, event, found, ())
+        elif isinstance(event, CheckpointRegistered):
+            self._bundles += 1
+            manifest = self._manifest(event)
+            if manifest is None:
+                self.missing("the manifest of a registered bundle cannot be read")
+            else:
+                self._compare(step, event, manifest, ())
         elif isinstance(event, CheckpointRestored) and event.file_parts is not None:
-            mark = step.track.marks.get(event.bundle)
-            if mark is not None:
-                self._compare(step, mark.saved, event.file_parts, (mark.position,))
+            origin = step.track.origin(event.bundle)
+            if origin is not None:
+                self._compare(step, origin[0], event.file_parts, (origin[1],))
 
-    def _manifest(self, event: CheckpointSaved) -> dict[str, str] | None:
+    def _manifest(self, event: CheckpointSaved | CheckpointRegistered) -> dict[str, str] | None:
         try:
             return dict(load_manifest(event.path).part_roots)
         except BundleError:
             return None
 
     def _compare(
-        self, step: Step, saved: CheckpointSaved, found: dict[str, str], others: tuple[int, ...]
+        self,
+        step: Step,
+        saved: CheckpointSaved | CheckpointRegistered,
+        found: dict[str, str],
+        others: tuple[int, ...],
     ) -> None:
         common = sorted(saved.parts.keys() & found.keys())
         wrong = [name for name in common if saved.parts[name] != found[name]]

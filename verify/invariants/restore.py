@@ -19,11 +19,15 @@ class RestoreEquality(Invariant):
     """I1: after a resume every part is what it was at the save, and there are the same parts.
 
     A warm start or a transfer may leave parts out or make them anew; what it restores is the same.
+    Of a state that was registered the parts are those that its files held then.
     """
 
     id = "I1"
     title = "restored state equals saved state, part by part"
-    needs = "CheckpointSaved.parts and CheckpointRestored.parts of each bundle that is restored"
+    needs = (
+        "parts in CheckpointSaved or CheckpointRegistered, and in CheckpointRestored, of each "
+        "bundle that is restored"
+    )
     sees = (
         AttemptStarted,
         UpdateApplied,
@@ -57,29 +61,30 @@ class RestoreEquality(Invariant):
                 action="Restore the bundle that AttemptStarted names.",
                 others=(step.track.attempt_position,),
             )
-        mark = step.track.marks.get(event.bundle)
-        if mark is None:
-            self.missing("the restored bundle was not saved in this ledger")
+        origin = step.track.origin(event.bundle)
+        if origin is None:
+            self.missing("the restored bundle was neither saved nor registered in this ledger")
             return
-        wrong = _wrong(mark.saved.parts, event.parts, exact=event.kind == "resume")
+        bundle, position = origin
+        wrong = _wrong(bundle.parts, event.parts, exact=event.kind == "resume")
         first = wrong[0] if wrong else ""
         self.expect(
             not wrong,
             step.at,
-            expected=f"part {first} {short(mark.saved.parts.get(first))}, as at the save",
+            expected=f"part {first} {short(bundle.parts.get(first))}, as the bundle has it",
             found=f"{short(event.parts.get(first))} (differing: {listed(wrong)})",
             cause="a part was not loaded, loaded from another bundle, or changed right after",
             action="Load every part of one bundle, then fingerprint the live objects.",
-            others=(mark.position,),
+            others=(position,),
         )
         self.expect(
-            event.iteration == mark.saved.iteration,
+            event.iteration == bundle.iteration,
             step.at,
-            expected=f"iteration {mark.saved.iteration} of the bundle",
+            expected=f"iteration {bundle.iteration} of the bundle",
             found=f"iteration {event.iteration}",
             cause="a counter was not restored with the tensors",
             action="Take the iteration from the bundle's manifest.",
-            others=(mark.position,),
+            others=(position,),
         )
 
     def idle_because(self, end: End) -> str | None:

@@ -214,18 +214,19 @@ class VersionsMonotone(Invariant):
                 others=(track.chain.position,),
             )
         elif isinstance(event, AttemptStarted | CheckpointRestored) and event.bundle:
-            mark = track.marks.get(event.bundle)
-            if mark is None:
-                self.missing("the attempt's bundle was not saved in this ledger")
+            origin = track.origin(event.bundle)
+            if origin is None:
+                self.missing("the attempt's bundle was neither saved nor registered in this ledger")
                 return
+            bundle, position = origin
             self.expect(
-                event.policy_version == mark.saved.policy_version,
+                event.policy_version == bundle.policy_version,
                 step.at,
-                expected=f"version {mark.saved.policy_version} of the bundle",
+                expected=f"version {bundle.policy_version} of the bundle",
                 found=f"version {event.policy_version}",
                 cause="the version counter was not restored with the weights",
                 action="Take the version from the bundle's manifest.",
-                others=(mark.position,),
+                others=(position,),
             )
         elif isinstance(event, CheckpointSaved) and track.chain is not None:
             self.expect(
