@@ -51,11 +51,11 @@ FROM (
         recorded_ns,
         json_transform(
             body,
-            '{"attempt": "VARCHAR", "kind": "VARCHAR", "form": "VARCHAR", "bundle": "VARCHAR", "parent": "VARCHAR",
-              "path": "VARCHAR", "iteration": "VARCHAR", "policy_version": "VARCHAR",
-              "cursor": "VARCHAR", "bytes": "VARCHAR", "save_s": "VARCHAR",
-              "register_s": "VARCHAR",
-              "restore_s": "VARCHAR", "parts": "MAP(VARCHAR, VARCHAR)"}'
+            '{"attempt": "VARCHAR", "kind": "VARCHAR", "form": "VARCHAR", "bundle": "VARCHAR",
+              "parent": "VARCHAR", "path": "VARCHAR", "iteration": "VARCHAR",
+              "policy_version": "VARCHAR", "cursor": "VARCHAR", "bytes": "VARCHAR",
+              "save_s": "VARCHAR", "register_s": "VARCHAR", "restore_s": "VARCHAR",
+              "parts": "MAP(VARCHAR, VARCHAR)"}'
         ) AS said
     FROM fresh
     WHERE type IN ('CheckpointSaved', 'CheckpointRegistered', 'CheckpointRestored')
