@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -25,9 +25,18 @@ Count = Annotated[int, Field(ge=0, le=2**64 - 1)]
 REGISTRY: dict[str, type[Event]] = {}
 
 
-@cache
-def _held_as_written(kind: type[Any]) -> bool:
-    """Whether what models of a class hold is what they are written as."""
+_HELD: dict[type, bool] = {}
+
+
+def _held_as_written(kind: type) -> bool:
+    """Whether what models of a class hold is what they are written as; looked at once for each."""
+    known = _HELD.get(kind)
+    if known is None:
+        known = _HELD[kind] = _look_how_held(kind)
+    return known
+
+
+def _look_how_held(kind: type) -> bool:
     if not issubclass(kind, BaseModel) or kind.model_config.get("extra") == "allow":
         return False
     decorators, mro = kind.__pydantic_decorators__, [vars(base) for base in kind.__mro__]
@@ -41,7 +50,7 @@ def _held_as_written(kind: type[Any]) -> bool:
     )
 
 
-def shallow_part(model: Any) -> dict[str, Any]:
+def shallow_part(model: object) -> dict[str, Any]:
     """Fields of a model as they are held, the absent ones left out; one level deep.
 
     What orjson calls for each model that it meets, so that serialising makes no second copy of a
