@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from shiftbook.ledger.canonical import MAX_EVENT_BYTES, decode, encode, leaf_hash
+from shiftbook.ledger.canonical import MAX_EVENT_BYTES, decode, encode, encode_quickly, leaf_hash
 from shiftbook.ledger.errors import InvalidEvent
-from shiftbook.ledger.events.base import Event, lifted, parse
+from shiftbook.ledger.events.base import Event, lifted, parse, shallow_part
 
 SYSTEM_JOB = "shiftbook"
 """The reserved job that owns ledger-wide events."""
@@ -95,18 +95,19 @@ def serialise(
     key: str | None,
 ) -> bytes:
     """Bytes of an event at its place: what is stored and hashed. Raises InvalidEvent."""
+    # In the order in which they are written, which spares the sorting some work.
     value: dict[str, Any] = {
-        "position": position,
-        "job": job,
-        "version": version,
-        "type": event.type_(),
-        "schema": event.schema_,
-        "occurred_ns": recorded_ns if occurred_ns is None else occurred_ns,
-        "recorded_ns": recorded_ns,
-        "writer": writer,
-        "sequence": sequence,
         "actor": actor,
-        "body": event.plain(),
+        "body": event.shallow(),
+        "job": job,
+        "occurred_ns": recorded_ns if occurred_ns is None else occurred_ns,
+        "position": position,
+        "recorded_ns": recorded_ns,
+        "schema": event.schema_,
+        "sequence": sequence,
+        "type": event.type_(),
+        "version": version,
+        "writer": writer,
     }
     if operation is not None:
         value["operation"] = operation
@@ -114,7 +115,10 @@ def serialise(
         value["cause"] = cause
     if key is not None:
         value["key"] = key
-    data = encode(value)
+    data = encode_quickly(value, shallow_part)
+    if data is None:
+        value["body"] = event.plain()
+        data = encode(value)
     if len(data) > MAX_EVENT_BYTES:
         raise InvalidEvent(
             f"{event.type_()} is {len(data)} bytes, the limit is {MAX_EVENT_BYTES}; "

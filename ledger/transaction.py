@@ -114,9 +114,12 @@ class Transaction:
         rows: list[Row] = []
         sequences: dict[str, int] = {}
         position, recorded_ns, actor = self.size, self._recorded_ns, self._actor
+        named: tuple[str, str | None] | None = None
         for event, operation, cause, occurred_ns, own_writer, own_sequence in request.items:
             writer = own_writer or self._writer
-            _refuse_names(writer, operation)
+            if named != (writer, operation):
+                _refuse_names(writer, operation)
+                named = writer, operation
             last = sequences.get(writer)
             sequence = (self.sequence(writer) if last is None else last) + 1
             if own_sequence is not None and own_sequence != sequence:

@@ -55,6 +55,11 @@ class ArchivedEvents(BytesAlone):
         """(position, bytes) of the events from a position on; raises ArchiveError."""
         return self.archive.events(first)
 
+    def count(self, until: int | None = None) -> int:
+        """Number of events up to a position, by what the archive says of itself."""
+        last = self.archive.range.last
+        return (last if until is None else min(last, until)) + 1 - self.first
+
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedArchive."""
         position = max(after, self.first - 1)

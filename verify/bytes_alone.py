@@ -12,8 +12,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from shiftbook.ledger.canonical import decode
+from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.state import SHARED_TYPES
 from shiftbook.ledger.tables import STORAGE_SCHEMA
 from shiftbook.verify.scan_block import COLUMNS, Block, Page
 
@@ -32,6 +33,20 @@ class BytesAlone(ABC):
     @abstractmethod
     def events(self, first: int) -> Iterator[tuple[int, bytes]]:
         """(position, bytes) of the events from a position on."""
+
+    @abstractmethod
+    def count(self, until: int | None = None) -> int:
+        """Number of events up to a position."""
+
+    def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
+        """(bytes, leaf) of the events of some jobs up to a position, and of all jobs those that
+        change what jobs share."""
+        for position, data in self.events(self.first):
+            if position > last:
+                return
+            value = decode(data)
+            if value["job"] in jobs or value["type"] in SHARED_TYPES:
+                yield data, leaf_hash(data)
 
     def columns(self, position: int, data: bytes) -> dict[str, Any]:
         """Columns of the next event, whose key is kept in mind for ``split_keys``."""

@@ -3,29 +3,32 @@
 What the judge remembers grows with the events that it has seen. So the stored bytes of a large
 ledger are looked at first, all of them on all cores; then the jobs are judged in groups, each with
 its own events and those that change what jobs share, and a group is forgotten before the next one
-begins. Other processes read events and evidence ahead. Whatever is found is found either way.
+begins. Other processes read events and evidence of an SQLite file ahead; archives, tiles and
+ledgers in a server are read here, once for each group. Whatever is found is found either way.
 """
 
 from __future__ import annotations
 
 import gc
 import sqlite3
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 from orjson import loads
 
+from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.envelope import SYSTEM_JOB, StoredEvent
+from shiftbook.ledger.errors import LedgerError
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.evidence import EvidenceFolder, Rows
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.integrity import Integrity, check_rows, check_whole, sound_events
 from shiftbook.verify.judge import Judge, Judgement
-from shiftbook.verify.read_ahead import ALONE_EVENTS, Page, read_ahead
+from shiftbook.verify.read_ahead import ALONE_EVENTS, PAGE_EVENTS, Page, read_ahead
 from shiftbook.verify.scan_block import Named
 from shiftbook.verify.sources import EventSource
-from shiftbook.verify.stored import RawEvents, one_line
+from shiftbook.verify.stored import DamagedPages, RawEvents, one_line
 
 GROUP_EVENTS = 200_000
 """Events of the jobs that are judged together, at most, but for a job that has more: the judge
@@ -51,7 +54,7 @@ def judge_all(
     the number of events that were judged, less one. Raises UnreadableStore.
     """
     with _rare_collections():
-        if isinstance(raw, RawEvents) and raw.events(until) > ALONE_EVENTS:
+        if raw.count(until) > ALONE_EVENTS:
             return _Grouped(raw, integrity, rows, on_finding, on_event).judge(job, until)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         for stored in sound_events(raw, integrity, until):
@@ -92,7 +95,7 @@ class _Grouped:
 
     def __init__(
         self,
-        raw: RawEvents,
+        raw: EventSource,
         integrity: Integrity,
         rows: EvidenceFolder,
         on_finding: Callable[[Finding], None] | None,
@@ -144,11 +147,10 @@ class _Grouped:
     def _events(self, jobs: Collection[str], last: int, share: float) -> Iterator[StoredEvent]:
         versions = dict.fromkeys(jobs, -1)
         at = -1
-        path, names = self._raw.path, frozenset(jobs)
+        raw, names = self._raw, frozenset(jobs)
+        path = getattr(raw, "path", None) or "what is verified"
         try:
-            with closing(
-                read_ahead(path, names, last, self._integrity.folder, share=share)
-            ) as pages:
+            with closing(self._pages(raw, names, last, share)) as pages:
                 for page in pages:
                     for stored in self._opened(page, names):
                         before = versions.get(stored.job)
@@ -158,10 +160,29 @@ class _Grouped:
                         yield stored
                     if not page.whole:
                         raise _changed(path, at + 1)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, DamagedPages, LedgerError) as error:
             raise UnreadableStore(
                 f"expected to read {path} on, found: {one_line(error)}; verify it again"
             ) from error
+
+    def _pages(
+        self, raw: EventSource, jobs: frozenset[str], last: int, share: float
+    ) -> Generator[Page]:
+        """The events of some jobs, read ahead by others where they can open the file too."""
+        if isinstance(raw, RawEvents):
+            yield from read_ahead(raw.path, jobs, last, self._integrity.folder, share=share)
+            return
+        page = Page()
+        for data, leaf in raw.some(jobs, last):
+            if leaf_hash(data) != leaf:
+                page.whole = False
+                break
+            page.data.append(data)
+            page.leaves.append(leaf)
+            if len(page.data) == PAGE_EVENTS:
+                yield page
+                page = Page()
+        yield page
 
     def _opened(self, page: Page, jobs: Collection[str]) -> Iterator[StoredEvent]:
         """Events of a page; the judge finds the rows of their evidence read."""
@@ -183,7 +204,7 @@ class _Grouped:
             self._problems.append((named, rows))
 
 
-def _changed(path: Path, position: int) -> UnreadableStore:
+def _changed(path: Path | str, position: int) -> UnreadableStore:
     return UnreadableStore(
         f"expected the events of {path} as they were a moment before, found others from position "
         f"{position} on: somebody changed the file meanwhile; verify it again"

@@ -11,6 +11,7 @@ from sqlalchemy import ColumnElement, Table, bindparam, func, or_, select
 
 from shiftbook.ledger.dialect import Connection, open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
+from shiftbook.ledger.state import SHARED_TYPES
 from shiftbook.ledger.tables import (
     EVENTS,
     HEADS,
@@ -144,6 +145,39 @@ class ServedEvents:
             if len(page) < READ_ROWS or type(page[-1][0]) is not int:
                 return
             after = page[-1][0]
+
+    def count(self, until: int | None = None) -> int:
+        """Number of events up to a position, by the largest one; 0 where that cannot be told."""
+        try:
+            ((last,),) = self._ask(Statement(self._dialect, select(func.max(EVENTS.c.position))))
+        except DamagedPages:
+            return 0
+        if type(last) is not int:
+            return 0
+        return (last if until is None else min(last, until)) + 1
+
+    def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
+        """(bytes, leaf) of the events of some jobs up to a position, and of all jobs those that
+        change what jobs share; raises DamagedPages."""
+        events = EVENTS.c
+        wanted = or_(
+            *(events.job == job for job in sorted(jobs)),
+            *(events.type == type_ for type_ in sorted(SHARED_TYPES)),
+        )
+        page = Statement(
+            self._dialect,
+            select(events.position, events.data, events.leaf)
+            .where(events.position > bindparam("after"), events.position <= last, wanted)
+            .order_by(events.position)
+            .limit(READ_ROWS),
+        )
+        after = -1
+        while rows := self._ask(page, after=after):
+            for _, data, leaf in rows:
+                yield bytes(data), bytes(leaf)
+            if len(rows) < READ_ROWS:
+                return
+            after = rows[-1][0]
 
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""

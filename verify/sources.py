@@ -34,6 +34,9 @@ class EventSource(Protocol):
         trace: TracebackType | None,
     ) -> None: ...
 
+    def count(self, until: int | None = None) -> int:
+        """Number of events up to a position, by the largest one; 0 where that cannot be told."""
+
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
 
@@ -52,6 +55,10 @@ class EventSource(Protocol):
         """Stretches from 0 on that were found sound by several processes, in order, where that is
         faster; ends before the first that is not. ``sizes`` are those of heads, ``evidence`` the
         folder of segments that are to be looked at too; with ``keep`` they hold their events."""
+
+    def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
+        """(bytes, leaf) of the events of some jobs up to a position that was found sound, and of
+        all jobs those that change what jobs share, in order; raises DamagedPages."""
 
     def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""

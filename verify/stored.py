@@ -12,6 +12,7 @@ from typing import Any
 
 from shiftbook.ledger.dialect import open_dialect
 from shiftbook.ledger.errors import LedgerError, LedgerUnreachable
+from shiftbook.ledger.state import SHARED_TYPES
 from shiftbook.ledger.tables import KNOWN, REVISION, STORAGE_SCHEMA
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.scan import sound_blocks
@@ -138,7 +139,7 @@ class RawEvents:
     ) -> None:
         self._connection.close()
 
-    def events(self, until: int | None = None) -> int:
+    def count(self, until: int | None = None) -> int:
         """Number of events up to a position, by the largest one; 0 where that cannot be told."""
         try:
             ((last,),) = self._connection.execute("SELECT max(position) FROM events").fetchall()
@@ -147,6 +148,13 @@ class RawEvents:
         if type(last) is not int:
             return 0
         return (last if until is None else min(last, until)) + 1
+
+    def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
+        """(bytes, leaf) of the events of some jobs up to a position, and of all jobs those that
+        change what jobs share, read in this process; raises DamagedPages."""
+        for row in self.rows(until=last):
+            if row.columns["job"] in jobs or row.columns["type"] in SHARED_TYPES:
+                yield row.data, row.leaf
 
     def blocks(
         self,
@@ -157,7 +165,7 @@ class RawEvents:
         named: bool = True,
     ) -> Generator[Block]:
         """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
-        yield from sound_blocks(self.path, self.events(until), sizes, evidence, named=named)
+        yield from sound_blocks(self.path, self.count(until), sizes, evidence, named=named)
 
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""

@@ -68,6 +68,10 @@ class TiledEvents(BytesAlone):
         for row in self._stored(first, self.size):
             yield row[:2]
 
+    def count(self, until: int | None = None) -> int:
+        """Number of events up to a position, under the head."""
+        return self.size if until is None else min(self.size, until + 1)
+
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedTiles."""
         stop = self.size if until is None else min(self.size, until + 1)

@@ -17,12 +17,18 @@ from typing import Any
 import orjson
 import pytest
 
+from shiftbook.ledger.archive import export_archive
 from shiftbook.ledger.errors import UnknownJob
+from shiftbook.ledger.head_signer import HeadSigner
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.tiles import write_tiles
 from shiftbook.verify import grouped, read_ahead, scan
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.findings import MAX_FINDINGS
 from shiftbook.verify.verdict import Verdict, verify
 from tests.ledger.big_ledger import job_name, write_big
+from tests.ledger.stores import new_url
+from tests.verify.signed_run import KEY
 from tests.verify.test_scan import attack, rewrite
 
 EVENTS, JOBS = 1_400, 4
@@ -57,7 +63,7 @@ def evidence(path: Path) -> Path:
     return path.with_name(path.name + ".evidence")
 
 
-def both(path: Path, **given: Any) -> Verdict:
+def both(path: Path, url: str | None = None, **given: Any) -> Verdict:
     """The verdict, which is the same in groups as event by event."""
     verdicts = []
     told: list[list[str]] = []
@@ -66,7 +72,11 @@ def both(path: Path, **given: Any) -> Verdict:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(grouped, "ALONE_EVENTS", alone)
             verdicts.append(
-                verify(f"sqlite:///{path}", on_finding=lambda f: found.append(repr(f)), **given)  # noqa: B023
+                verify(
+                    url or f"sqlite:///{path}",
+                    on_finding=lambda f: found.append(repr(f)),  # noqa: B023
+                    **given,
+                )
             )
         told.append(sorted(found))
     one_by_one, in_groups = verdicts
@@ -273,3 +283,59 @@ def test_a_file_that_changes_meanwhile_is_said(book: Path, monkeypatch: pytest.M
             path, lambda c: c.execute("UPDATE events SET data = x'7b7d' WHERE position = 3")
         )
     )
+
+
+def elsewhere(book: Path, store: str) -> str:
+    """The ledger as an archive, as tiles, or in a server, with its evidence."""
+    with Ledger.open(f"sqlite:///{book}") as ledger:
+        if store == "archive":
+            export_archive(ledger, book.with_name("book.tar"))
+            return str(book.with_name("book.tar"))
+        if store == "tiles":
+            HeadSigner(ledger, KEY).sign()
+            write_tiles(ledger, book.with_name("tiles"))
+            return str(book.with_name("tiles"))
+        url = new_url(store, book.parent)
+        with Ledger.open(url) as served:
+            rows = [row.event() for row in ledger.rows()]
+            for start in range(0, len(rows), 200):
+                served.restore(rows[start : start + 200])
+        return url
+
+
+@pytest.mark.parametrize("store", ["archive", "tiles", "postgresql"])
+def test_what_is_no_file_of_a_ledger(
+    book: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One stream of events, or a server, is judged in groups as well, in bounded memory."""
+    monkeypatch.setenv("PGUSER", "postgres")
+    update = positions(book, "UpdateApplied", job_name(1))[1]
+    attack(book, rewrite(body(learning_rate=0.5), update))
+    url = elsewhere(book, store)
+    groups = []
+    real = grouped.Judge
+
+    def judge(*given: Any, **named: Any) -> Any:
+        groups.append(named["jobs"])
+        return real(*given, **named)
+
+    monkeypatch.setattr(grouped, "Judge", judge)
+    monkeypatch.setattr(grouped, "PAGE_EVENTS", 64)
+    verdict = both(book, url=url, evidence=None if store == "archive" else str(evidence(book)))
+    assert [(f.invariant, f.position) for f in verdict.findings if f.invariant == "I18"] == [
+        ("I18", update)
+    ]
+    assert verdict.last == EVENTS - 1
+    assert len([jobs for jobs in groups if jobs]) >= 2
+
+
+@pytest.mark.parametrize("store", ["archive", "tiles", "postgresql"])
+def test_evidence_gone_from_there(book: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PGUSER", "postgres")
+    _a_segment_gone(book)
+    url = elsewhere(book, store)
+    verdict = both(book, url=url, evidence=None if store == "archive" else str(evidence(book)))
+    assert {f.invariant for f in verdict.findings} >= {"evidence"}
+    one = both(book, url=url, job=job_name(3),
+               evidence=None if store == "archive" else str(evidence(book)))  # fmt: skip
+    assert one.jobs == (job_name(3),)
