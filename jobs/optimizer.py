@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,7 +48,10 @@ class Adam(torch.optim.Optimizer):
             mean, square = self.state[master]["exp_avg"], self.state[master]["exp_avg_sq"]
             mean.mul_(BETA1).add_(gradient, alpha=1.0 - BETA1)
             square.mul_(BETA2).addcmul_(gradient, gradient, value=1.0 - BETA2)
-            denominator = square.sqrt().div_(correction2).add_(EPSILON)
+            # numpy's root is the processor's own, rounded as IEEE 754 says. torch's is of MKL's
+            # vector library: its last bits differ between processors, MKL_CBWR or not.
+            denominator = torch.from_numpy(np.sqrt(square.numpy()))
+            denominator.div_(correction2).add_(EPSILON)
             master.addcdiv_(mean, denominator, value=-settings["lr"] / correction1)
 
     def tensors(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
