@@ -54,6 +54,13 @@ from shiftbook.ledger.cli_options import emit, emit_document, format_option
     metavar="N",
     help="Run every Nth iteration of the dynamic run again beside it, and compare bit for bit.",
 )
+@click.option(
+    "--sync-encoding",
+    type=click.Choice(["full", "patch"]),
+    default="full",
+    show_default=True,
+    help="How weight syncs send a version: whole, or as a lossless patch on the one before.",
+)
 @format_option()
 def demo(
     out: Path,
@@ -64,6 +71,7 @@ def demo(
     chaos: int | None,
     engine: Any,
     shadow: int | None,
+    sync_encoding: Any,
     format_: Any,
 ) -> int:
     """Train a small policy with RL on this machine while its devices move through the ledger.
@@ -104,6 +112,7 @@ def demo(
         seen=seen,
         engine=engine,
         shadow=shadow,
+        sync_encoding=sync_encoding,
     )
     failures = outcome.failures()
     if format_ == "json":

@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.errors import PatchError
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
-from shiftbook.jobs.engine_types import TurnRequest
+from shiftbook.jobs.engine_types import Caches, TurnRequest
 from shiftbook.jobs.engines import make_engine
 from shiftbook.jobs.errors import EngineError, JobError
 from shiftbook.jobs.grpo import GroupBatch, reference_logps
 from shiftbook.jobs.model import ModelConfig, upcast
 from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.serving import After, ServedEngine, Taken
+from shiftbook.jobs.sync_encoding import patched
 from shiftbook.jobs.toolbox import Toolbox
+from shiftbook.scheduler.errors import first_line
 from shiftbook.scheduler.workers.component import Answer, Drained, Layout, Loaded
 from shiftbook.scheduler.workers.host import HostSpec
 from shiftbook.scheduler.workers.transfer import fetch
@@ -55,10 +58,11 @@ class RolloutWorker:
 
     def __init__(self, spec: HostSpec, config: dict[str, Any]) -> None:
         self._model = ModelConfig(**config.get("model", {}))
-        self._make: tuple[str, ModelConfig, int] = (
+        self._make: tuple[str, ModelConfig, int, Caches] = (
             str(config.get("engine", "torch")),
             self._model,
             int(config["lanes"]),
+            config.get("caches", "flush"),
         )
         # The engine comes first: vLLM does not start in a process that has compiled kernels.
         self._serving = ServedEngine(make_engine(*self._make), self._model)
@@ -98,13 +102,15 @@ class RolloutWorker:
         source = payload.get("fingerprints")
         if source is not None:
             source = {name.removeprefix("model/"): value for name, value in source.items()}
-        return serving.take(
-            fetch(payload["weights"]),
-            int(payload["version"]),
-            payload.get("probe"),
-            source,
-            after,
-        )
+        version, size = int(payload["version"]), None
+        if "patch" in payload:
+            try:
+                weights, size = patched(serving.held, payload["patch"])
+            except PatchError as error:
+                return Taken(version, {}, base_refused=first_line(error))
+        else:
+            weights = fetch(payload["weights"])
+        return serving.take(weights, version, payload.get("probe"), source, after, size)
 
     def activate(self) -> None:
         """Serve with the engine that was prepared."""

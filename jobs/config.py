@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shiftbook.checkpoint.sampler import HASH_SORT
+from shiftbook.jobs.engine_types import Caches
 from shiftbook.jobs.engines import EngineName
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
@@ -70,9 +71,13 @@ REQUIRED_INVARIANTS = (
     "evidence",
 )
 GROUP_SIZE = 8
+UNORDERED_TOLERANCE = 1e-3
+"""Relative difference between the gradient norms of one update whose sums are taken in two orders;
+rounding makes some 1e-6."""
 DATASET_SIZE = 4096
 
 Schedule = Literal["dynamic", "static", "timeshared"]
+SyncEncoding = Literal["full", "patch"]
 
 
 class JobConfig(BaseModel):
@@ -90,6 +95,9 @@ class JobConfig(BaseModel):
     virtual_ranks: int = Field(default=4, ge=1)
     learning_rate: float = 3e-4
     clip_norm: float = 1.0
+    reduction: Literal["tree", "unordered"] = "tree"
+    """Of gradients: one fixed tree, whose bits depend on nothing, or as they come, which is faster
+    and promises no bits: other counts of trainers and other orders of arrival give other ones."""
     schedule: Schedule = "dynamic"
     rollout_slots: int | None = None
     """Slots of rollout in the static split; the trainer has the others."""
@@ -97,9 +105,16 @@ class JobConfig(BaseModel):
     """Seed of moves drawn at random, for tests; None lets the proposer decide."""
     engine: EngineName = "torch"
     """The reference engine gives bits; vLLM gives them up to the last ones."""
+    caches: Caches = "flush"
+    """How an engine keeps values of older weights apart: flushed in a sync, or salted by load."""
     tolerance: float | None = Field(default=None, gt=0)
     """Largest mean gap between log-probabilities of the engine and of the training side, as
     calibrated; None where the engine gives bits."""
+    sync_encoding: SyncEncoding = "full"
+    """Whether weight syncs send whole weights, or a lossless patch to engines that the ledger has
+    on the version before. No bit depends on it."""
+    anchor_every: int = Field(default=16, ge=1)
+    """With patches: every so many versions the weights go whole to all engines."""
     proposer: Literal["planner", "operator"] = "planner"
     """Who proposes moves of the dynamic schedule; with ``operator`` only ``shiftbook propose``."""
     shadow_every: int | None = Field(default=None, ge=1)
@@ -121,7 +136,9 @@ class JobConfig(BaseModel):
             "groups": self.groups,
             "lanes": self.lanes,
             "engine": self.engine,
+            "caches": self.caches,
             "virtual_ranks": self.virtual_ranks,
+            "reduction": self.reduction,
             "base_policy": self.base_policy,
         }
 
@@ -156,6 +173,7 @@ def plan_of(config: JobConfig) -> Plan:
             virtual_ranks=config.virtual_ranks,
             learning_rate=config.learning_rate,
             clip_norm=config.clip_norm,
+            reduction=config.reduction,
             loss_terms={"policy": 1.0, "kl": 0.01},
             clip_range=0.2,
         ),
@@ -167,8 +185,16 @@ def plan_of(config: JobConfig) -> Plan:
             *(("I7",) if config.engine == "torch" else ()),
             *(("shadow",) if config.shadow_every is not None else ()),
         ),
-        tolerances={} if config.tolerance is None else {"I16": config.tolerance},
+        tolerances={
+            **({} if config.tolerance is None else {"I16": config.tolerance}),
+            **({} if config.reduction == "tree" else {"replay": UNORDERED_TOLERANCE}),
+        },
     )
+
+
+def gives_bits(config: JobConfig) -> bool:
+    """Whether another run of the job, however it is placed, comes to the same bits."""
+    return config.engine == "torch" and config.reduction == "tree"
 
 
 def shadow_of(config: JobConfig) -> ShadowPlan | None:
@@ -191,8 +217,11 @@ def sampling_of(config: JobConfig) -> SamplingPlan:
             engine="shiftbook.jobs.vllm_engine",
             engine_dtype="float32",
             batch_composition="distribution",
+            cache_policy=config.caches,
         )
-    return SamplingPlan(engine="shiftbook.jobs.engine", engine_dtype="float32")
+    return SamplingPlan(
+        engine="shiftbook.jobs.engine", engine_dtype="float32", cache_policy=config.caches
+    )
 
 
 def tokenizer_digest() -> str:
@@ -259,8 +288,9 @@ def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
         job_path="shiftbook.jobs.loop:TrainingLoop",
         # What the ledger keeps says where it stands, and not who may come in.
         config=config.model_dump(mode="json") | {"ledger_url": public_url(config.ledger_url)},
-        # What vLLM draws depends on what shares a batch: no other run gives the same bits.
-        replay="shiftbook.jobs.replay:reference_job" if config.engine == "torch" else None,
+        # What vLLM draws depends on what shares a batch, and an unordered sum on what came first:
+        # no other run gives the same bits.
+        replay="shiftbook.jobs.replay:reference_job" if gives_bits(config) else None,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from shiftbook.jobs.beside import Beside, shadow_text
 from shiftbook.jobs.chaos import Chaos
-from shiftbook.jobs.config import JobConfig, Schedule, start_topology
+from shiftbook.jobs.config import JobConfig, Schedule, SyncEncoding, start_topology
 from shiftbook.jobs.engines import EngineName, check_engine
 from shiftbook.jobs.noise import Calibration, Noise
 from shiftbook.jobs.runner import Cluster, Place, RunningJob
@@ -105,6 +105,7 @@ def run_demo(
     seen: Callable[[str, dict[str, Any]], None],
     engine: EngineName = "torch",
     shadow: int | None = None,
+    sync_encoding: SyncEncoding = "full",
 ) -> Outcome:
     """Run what is not in the folder's ledger yet, verify everything, and write the report.
 
@@ -147,6 +148,7 @@ def run_demo(
             tell(noise.text())
         for schedule in schedules:
             config = _config(place, schedule, iterations, seed, engine, noise)
+            config = config.model_copy(update={"sync_encoding": sync_encoding})
             if schedule == "dynamic":
                 config = config.model_copy(update={"shadow_every": shadow})
             if schedule == "static":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shiftbook.jobs import tokenizer
-from shiftbook.jobs.engine_types import TurnRequest, TurnResult, check_request
+from shiftbook.jobs.engine_types import Caches, TurnRequest, TurnResult, check_request
 from shiftbook.jobs.errors import EngineError
 from shiftbook.jobs.keyed_rng import turn_key, uniform_at
 from shiftbook.jobs.model import DecodeKernel, ModelConfig
@@ -28,7 +28,18 @@ __all__ = ["TorchEngine", "TurnRequest", "TurnResult"]
 class _Lane:
     """A running request: its known tokens, and how many of them stand in the KV cache."""
 
-    __slots__ = ("fed", "key", "known", "limit", "logps", "oldest", "request", "start", "versions")
+    __slots__ = (
+        "fed",
+        "key",
+        "known",
+        "limit",
+        "logps",
+        "oldest",
+        "request",
+        "salt",
+        "start",
+        "versions",
+    )
 
     def __init__(self, request: TurnRequest, context: int) -> None:
         self.request = request
@@ -38,7 +49,7 @@ class _Lane:
         self.limit = min(self.start + request.max_new, context)
         self.logps = list(request.partial_logps)
         self.versions = list(request.partial_versions)
-        self.fed = 0
+        self.fed = self.salt = 0
         self.oldest = -1
         """Oldest version that wrote any of the values that stand in the cache."""
 
@@ -65,6 +76,9 @@ LEAST_ROWS = 4
 class TorchEngine:
     """Generates turns of episodes on a fixed number of lanes; an ``Engine``.
 
+    Nothing is cached but the keys and values of the lanes, and a lane carries the salt of the load
+    that they were written under. One of another salt is written anew from its first token on.
+    ``caches="flush"`` also lets a sync empty them all, which ``salt`` finds needless.
     ``steps`` counts decode steps, ``lane_steps`` the lanes in use summed over them,
     ``sampled_tokens`` new tokens, and ``replayed_tokens`` lane steps that fed a known token
     without sampling after it.
@@ -72,8 +86,10 @@ class TorchEngine:
 
     beside = True
 
-    def __init__(self, config: ModelConfig, lanes: int = 8) -> None:
+    def __init__(self, config: ModelConfig, lanes: int = 8, *, caches: Caches = "flush") -> None:
         self.config = config
+        self.caches = caches
+        self._salt = 0
         self.lanes = lanes
         self.version = -1
         self.steps = self.lane_steps = self.sampled_tokens = self.replayed_tokens = 0
@@ -110,15 +126,14 @@ class TorchEngine:
             raise EngineError(f"expected a policy version of at least 0, found {version}")
         self._kernel = DecodeKernel(self.config, weights, self._rows)
         self.version = version
-        for lane in self._slots:
-            if lane is not None:
-                lane.fed = 0
+        self._salt += 1
 
     def flush(self) -> tuple[str, ...]:
-        """Nothing is cached but the lanes' KV, and it is written anew from the first token on."""
-        for lane in self._slots:
-            if lane is not None:
-                lane.fed = 0
+        """Write the lanes' KV anew from the first token on; salted, that of older loads already is
+        out of reach."""
+        if self.caches == "salt":
+            return ("kv (salted)",)
+        self._salt += 1
         return ("kv",)
 
     def probe(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -199,6 +214,8 @@ class TorchEngine:
         self._positions.fill(0)
         sampling = []
         for index, lane in active:
+            if lane.salt != self._salt:
+                lane.fed, lane.salt = 0, self._salt
             if lane.fed == 0:
                 kernel.forget(index)
                 lane.oldest = self.version

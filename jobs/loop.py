@@ -35,6 +35,7 @@ from shiftbook.jobs.right_of_way import RightOfWay
 from shiftbook.jobs.standing import Standing
 from shiftbook.jobs.start import Start, first_bundle, resume_point
 from shiftbook.jobs.state_records import first_updated, first_used, saved_bundle
+from shiftbook.jobs.sync_encoding import PatchSource
 from shiftbook.jobs.syncing import Syncer, probed
 from shiftbook.jobs.updating import Reports, Updater
 from shiftbook.ledger.envelope import Draft
@@ -79,7 +80,9 @@ class TrainingLoop:
         self.config = JobConfig.model_validate(config)
         self.devices = devices
         self._ranks = VirtualRankPlan(self.config.virtual_ranks, self.config.groups)
-        self._standing = Standing(Path(self.config.base_policy), self.config.tolerance)
+        self._standing = Standing(
+            Path(self.config.base_policy), self.config.tolerance, PatchSource.declared(self.config)
+        )
         self._desk = Desk(
             self._ranks,
             lanes=self.config.lanes,

@@ -31,6 +31,7 @@ from shiftbook.checkpoint.virtual_ranks import (
 )
 from shiftbook.jobs.config import DATASET_SIZE, GROUP_SIZE
 from shiftbook.jobs.engine import TorchEngine
+from shiftbook.jobs.engine_types import Caches
 from shiftbook.jobs.errors import JobError
 from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss, reference_logps
 from shiftbook.jobs.iteration import Iteration
@@ -61,6 +62,8 @@ RAY_SCHEDULES = ("ray-static", "ray-timeshared", "ray-dynamic")
 WORKERS = {"rollout": (1, 2, 4), "trainer": (1, 2, 4)}
 SMALL = {"groups": 4, "lanes": 4, "virtual_ranks": 4, "learning_rate": 3e-4, "clip_norm": 1.0}
 """What a replay runs where no ledger says otherwise: a few seconds for two steps."""
+OPTIONS = {"caches": "flush"}
+"""What a replay also takes of a recorded configuration, where it is not this."""
 MOVE_EVERY = 40
 """Decode steps between two moves, in the mean."""
 IDLE_S = 0.0005
@@ -77,7 +80,7 @@ def reference_job(config: Mapping[str, Any] | None = None) -> Job:
 
     Of a recorded configuration what decides about bits is taken; where the job ran is not. Raises
     InvalidInput for a job on another engine than the reference one, whose last bits depend on what
-    else is in a batch.
+    else is in a batch, and for one with unordered sums.
     """
     given = dict(config or {})
     engine = given.get("engine", "torch")
@@ -86,7 +89,14 @@ def reference_job(config: Mapping[str, Any] | None = None) -> Job:
             f"expected a job on the engine torch, found {engine!r}, of which no replay and no "
             "shadow gives the same bits; `shiftbook verify` judges it within its tolerance"
         )
+    if given.get("reduction", "tree") != "tree":
+        raise InvalidInput(
+            f"expected a job whose gradients are summed in the fixed tree, found the reduction "
+            f"{given['reduction']!r}, of which no replay and no shadow gives the same bits; "
+            "`shiftbook verify` judges it within its tolerance"
+        )
     values = {name: given.get(name, value) for name, value in SMALL.items()}
+    values |= {n: given[n] for n, usual in OPTIONS.items() if given.get(n, usual) != usual}
     ranks = int(values["virtual_ranks"])
     trainers = tuple(count for count in WORKERS["trainer"] if count <= ranks)
     base = str(given.get("base_policy", BASE_POLICY))
@@ -135,6 +145,7 @@ class _Replay:
         self._conditions = conditions
         self._lanes, self._groups = int(values["lanes"]), int(values["groups"])
         self._rate, self._model = float(values["learning_rate"]), ModelConfig()
+        self._caches: Caches = values.get("caches", "flush")
         path = Path(base)
         policy = load_policy(path if path.is_file() else BASE_POLICY, self._model)
         self._reference = {name: tensor.float() for name, tensor in policy.items()}
@@ -183,7 +194,7 @@ class _Replay:
             return [*self._samples(iteration), *self._update(number)]
 
     def _engine(self) -> TorchEngine:
-        return TorchEngine(self._model, self._lanes)
+        return TorchEngine(self._model, self._lanes, caches=self._caches)
 
     def _fresh_ranks(self) -> list[GradientAccumulator]:
         return [GradientAccumulator(self._plan, self._world, rank) for rank in range(self._world)]

@@ -29,6 +29,7 @@ REFUSALS = (ShiftbookError, ValueError, KeyError, RuntimeError, AssertionError, 
 """What engines of others raise for weights that do not fit, and senders that were lost."""
 After = Literal["sync", "move", "start"]
 FingerprintOf = Literal["resident", "handed_over"]
+Encoding = Literal["whole", "patch"]
 
 
 @dataclass
@@ -43,6 +44,10 @@ class Taken:
     gap: Gap | None = None
     """Of the probe; None where none was asked for, or the sync failed before it."""
     moved_bytes: int = 0
+    encoding: Encoding = "whole"
+    """How the version came here."""
+    base_refused: str | None = None
+    """Why a patch was not applied; the engine goes on as it was, and wants the whole weights."""
     sync_s: float = 0.0
     failure: str | None = None
     """Why the version is not served; None where it is."""
@@ -75,6 +80,11 @@ class ServedEngine:
         """The version that is served; -1 where none is."""
         return -1 if self._good is None else self._good[1]
 
+    @property
+    def held(self) -> tuple[Mapping[str, Tensor], int] | None:
+        """Weights and version that were verified last; None where none were."""
+        return None if self._good is None else self._good[:2]
+
     def take(
         self,
         weights: Mapping[str, Tensor],
@@ -82,16 +92,20 @@ class ServedEngine:
         probe: Probe | None = None,
         source: Mapping[str, str] | None = None,
         after: After = "sync",
+        patch_bytes: int | None = None,
     ) -> Taken:
         """Pause, load, fingerprint, flush, probe, resume; a failure rolls back and is answered.
 
-        ``source`` are the sender's fingerprints by declared name; what differs is a failure. Turns
+        ``source`` are the sender's fingerprints by declared name; what differs is a failure.
+        ``patch_bytes`` is the length of the patch that ``weights`` were made by, if by one. Turns
         in hand go on afterwards, under whichever version is served; without one they are kept. One
         in hand that asks for another version refuses this one.
         """
         began_s = time.monotonic()
         kept = self.engine.drain()
         taken = Taken(version, {}, moved_bytes=sum(t.nbytes for t in weights.values()))
+        if patch_bytes is not None:
+            taken.encoding, taken.moved_bytes = "patch", patch_bytes
         bound = next((r for r in kept if r.version not in (None, version)), None)
         try:
             if bound is not None:

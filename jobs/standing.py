@@ -10,6 +10,7 @@ from shiftbook.checkpoint.bundle import restore_bundle
 from shiftbook.jobs.model import ModelConfig, parameter_shapes
 from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.start import Start
+from shiftbook.jobs.sync_encoding import PatchSource
 from shiftbook.jobs.syncing import Published
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.grant import Grant
@@ -32,8 +33,13 @@ class Standing:
     saved: CheckpointSaved
     """Event of the last bundle."""
 
-    def __init__(self, base_policy: Path, tolerance: float | None = None) -> None:
-        self._base_policy, self._tolerance = base_policy, tolerance
+    def __init__(
+        self,
+        base_policy: Path,
+        tolerance: float | None = None,
+        patches: PatchSource | None = None,
+    ) -> None:
+        self._base_policy, self._tolerance, self._patches = base_policy, tolerance, patches
         self.published: Published | None = None
         self.reference_prints: dict[str, str] = {}
         """Of the reference policy, as inference read it."""
@@ -66,7 +72,7 @@ class Standing:
 
     def put_out(self, weights: Mapping[str, Any], version: int) -> Published:
         """Publish the weights of a version."""
-        self.published = Published.of(weights, version, self._tolerance)
+        self.published = Published.of(weights, version, self._tolerance, self._patches)
         return self.published
 
     def take_saved(self, saved: CheckpointSaved) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.jobs.config import SyncEncoding
 from shiftbook.jobs.errors import EngineError
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.probe import TOLERANCE, Gap, Probe, expected_logps
 from shiftbook.jobs.serving import Taken
+from shiftbook.jobs.sync_encoding import TRANSPORT, PatchOffer, PatchSource
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import (
     LedgerUnreachable,
@@ -42,7 +44,6 @@ from shiftbook.scheduler.workers.transfer import offer
 
 MOVE_LIMIT_S = 60.0
 LOOK_AGAIN_S = 0.05
-ENCODING = "full"
 TRIES = 2
 """How often a version is offered to an engine that refuses it."""
 Targets = tuple[Topology | None, tuple[str, ...]]
@@ -53,7 +54,8 @@ Targets = tuple[Topology | None, tuple[str, ...]]
 class Published:
     """A policy version as it is sent: bfloat16 tensors in the object store, and fingerprints.
 
-    ``probe`` is what an engine must say under it, by the training side's own forward.
+    ``probe`` is what an engine must say under it, by the training side's own forward. ``patch``
+    leads to it from the version before; None where it goes whole to everybody.
     """
 
     version: int
@@ -62,21 +64,27 @@ class Published:
     root: str
     bytes: int
     probe: Probe
+    patch: PatchOffer | None = None
 
     @classmethod
     def of(
-        cls, weights: Mapping[str, Any], version: int, tolerance: float | None = None
+        cls,
+        weights: Mapping[str, Any],
+        version: int,
+        tolerance: float | None = None,
+        patches: PatchSource | None = None,
     ) -> Published:
         """Fingerprint at the source and put into the object store of the loop's node."""
         prints = fingerprint_tensors(weights)
         size = sum(t.nbytes for t in weights.values())
         probe = Probe(expected_logps(weights, ModelConfig()), tolerance or TOLERANCE)
-        return cls(version, offer(dict(weights)), prints, root(prints), size, probe)
+        patch = None if patches is None else patches.next(weights, version, prints)
+        return cls(version, offer(dict(weights)), prints, root(prints), size, probe, patch)
 
-    def offered(self) -> dict[str, Any]:
-        """What an engine takes the version from."""
-        return {
-            "weights": self.reference,
+    def offered(self, encoding: SyncEncoding = "full") -> dict[str, Any]:
+        """What an engine takes the version from: the weights, or the patch."""
+        sent = {"weights": self.reference} if encoding == "full" else {"patch": self.patch}
+        return sent | {
             "version": self.version,
             "fingerprints": {f"model/{k}": v for k, v in self.prints.items()},
             "probe": self.probe,
@@ -103,7 +111,11 @@ class Syncer:
         return self._begin(published, base, lambda: (None, tuple(targets)))[0]
 
     def _begin(
-        self, published: Published, base: int | None, targets: Callable[[], Targets]
+        self,
+        published: Published,
+        base: int | None,
+        targets: Callable[[], Targets],
+        encoding: SyncEncoding = "full",
     ) -> tuple[str, tuple[str, ...]]:
         """``begin``, with targets that are asked for again whenever a move was waited for, and
         whenever the topology is no longer the one that they were read from: engines may have been
@@ -120,7 +132,7 @@ class Syncer:
                 base_version=base,
                 source=published.prints,
                 source_root=published.root,
-                encoding=ENCODING,
+                encoding=encoding,
                 targets=asked,
                 epoch=self._grant.epoch,
             )
@@ -163,7 +175,9 @@ class Syncer:
     ) -> float:
         """Deliver to the engines of the topology; returns the seconds that they stood still.
 
-        One that refuses the version is offered it once more, as an operation of its own. Raises
+        One that refuses the version is offered it once more, whole, as an operation of its own. An
+        engine that the ledger has on the base of the patch is sent that; one that refuses it for
+        its base gets the whole weights at once. Raises
         ``EngineError`` where engines refuse it for good and no other serves it.
         """
         began_s = time.monotonic()
@@ -171,8 +185,10 @@ class Syncer:
         served: list[str] = []
         reasons: list[str] = []
         asked: Callable[[], Targets] = self._engines
+        encoding: SyncEncoding = "full" if published.patch is None else "patch"
         for _ in range(TRIES):
-            outcomes = self._deliver(published, asked, base)
+            outcomes = self._deliver(published, asked, base, encoding)
+            encoding = "full"
             served += [o.target for o in outcomes if o.outcome == "serving"]
             for outcome in outcomes:
                 if outcome.outcome != "serving":
@@ -193,14 +209,32 @@ class Syncer:
             )
         return time.monotonic() - began_s
 
+    def _on_base(self, published: Published) -> frozenset[str]:
+        """Engines that the ledger has on the very base of the patch; none in an outage."""
+        patch = published.patch
+        if patch is None:
+            return frozenset()
+        try:
+            engines = self._gate.ledger.state().job(self._job).engines
+        except LedgerUnreachable:
+            return frozenset()
+        base = (patch.base_version, patch.base_root)
+        return frozenset(n for n, known in engines.items() if (known.version, known.root) == base)
+
     def _deliver(
-        self, published: Published, asked: Callable[[], Targets], base: int
+        self,
+        published: Published,
+        asked: Callable[[], Targets],
+        base: int,
+        encoding: SyncEncoding,
     ) -> list[TargetOutcome]:
         """One operation; what came of it, by target."""
         began_s = time.monotonic()
-        operation, targets = self._begin(published, base, asked)
-        offered = published.offered()
-        futures = {r: self._fleet.send(r, "call", self._grant, "sync", offered) for r in targets}
+        operation, targets = self._begin(published, base, asked, encoding)
+        on_base = self._on_base(published) if encoding == "patch" else frozenset()
+        futures = {
+            r: self._send(r, published, "patch" if r in on_base else "full") for r in targets
+        }
         drafts: list[Draft] = []
         outcomes = []
         flushed: set[str] = set()
@@ -250,19 +284,28 @@ class Syncer:
         drafts.append(Draft(self._ended(published, outcomes, 0.0, flushed), operation=operation))
         self._recording.now(drafts, key=f"{operation}/end")
 
+    def _send(self, replica: str, published: Published, encoding: SyncEncoding) -> Any:
+        return self._fleet.send(replica, "call", self._grant, "sync", published.offered(encoding))
+
     def _outcome(
         self, replica: str, future: Any, published: Published
     ) -> tuple[TargetOutcome, Taken | None, str]:
         import ray
 
+        refused: str | None = None
         try:
             taken: Taken = self._fleet.gather({replica: future})[replica]
+            if taken.base_refused is not None:
+                refused = f"the patch was refused, the whole weights sent: {taken.base_refused}"
+                whole = self._send(replica, published, "full")
+                taken = self._fleet.gather({replica: whole})[replica]
             incarnation = self._fleet.each([replica], "status")[replica]["incarnation"]
         except (ShiftbookError, ray.exceptions.RayError) as error:
             lost = TargetOutcome(target=replica, outcome="lost", reason=first_line(error))
             return lost, None, ""
         if taken.failure is None:
-            return TargetOutcome(target=replica, outcome="serving"), taken, incarnation
+            serving = TargetOutcome(target=replica, outcome="serving", reason=refused)
+            return serving, taken, incarnation
         back = taken.rolled_back_to
         then = "it serves nothing" if back is None else f"it went back to version {back}"
         reason = f"{taken.failure}; {then}"
@@ -331,4 +374,6 @@ def _delivered(
         moved_bytes=taken.moved_bytes,
         full_bytes=published.bytes,
         sync_s=taken.sync_s,
+        encoding=taken.encoding,
+        transport=TRANSPORT,
     )

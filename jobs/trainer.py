@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shiftbook.checkpoint.bundle import external_part, restore_bundle, save_bundle
-from shiftbook.checkpoint.elastic import Place, VirtualRanks
+from shiftbook.checkpoint.elastic import Place, Reduction, VirtualRanks
 from shiftbook.checkpoint.elastic_move import join_group
 from shiftbook.checkpoint.live import LiveSnapshot
 from shiftbook.checkpoint.manifest import load_manifest
@@ -19,6 +19,7 @@ from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 from shiftbook.jobs.components import one_thread
 from shiftbook.jobs.errors import JobError, TrainingError
 from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss
+from shiftbook.jobs.half_done import gather, half_done, prints_of
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.optimizer import publish
 from shiftbook.jobs.trainer_state import TrainerState, make_trainer
@@ -29,22 +30,6 @@ from shiftbook.scheduler.workers.transfer import fetch, offer
 
 GROUP_LIMIT_S = 8.0
 """How long a rank waits for the others; a peer that never comes costs this once."""
-
-
-def _accumulator_snapshots(ranks: VirtualRanks) -> dict[int, LiveSnapshot]:
-    """A live snapshot of each virtual rank's half-done sum."""
-    whole = ranks.accumulator.snapshot()
-    rest = {name: value for name, value in whole.items() if name != "ranks"}
-    return {
-        rank: LiveSnapshot.take(
-            policy_version=0,
-            iteration=0,
-            tensors={},
-            accumulators={**rest, "ranks": {rank: content}},
-            uids=tuple(content["uids"]),
-        )
-        for rank, content in whole["ranks"].items()
-    }
 
 
 class TrainerWorker:
@@ -59,6 +44,7 @@ class TrainerWorker:
         self._model = ModelConfig(**config.get("model", {}))
         self._loss = GrpoLoss(GrpoConfig(**config.get("loss", {})), self._seed)
         self._plan = VirtualRankPlan(config["virtual_ranks"], config["groups"])
+        self._reduction: Reduction = config.get("reduction", "tree")
         self._base = Path(config["base_policy"])
         self._state: TrainerState | None = None
         self._incoming: TrainerState | None = None
@@ -82,12 +68,11 @@ class TrainerWorker:
             state, moved = self._from_bundle(layout, place, Path(payload["bundle"]))
             parts = {"bundle": moved}
             self._loaded_after = "move" if payload.get("reboot") else "restore"
+            sums = None
         else:
-            state, parts = self._from_snapshots(layout, place, payload["snapshots"])
+            state, parts, sums = self._from_snapshots(layout, place, payload["snapshots"])
         self._incoming = state
-        prints = state.roots()
-        for rank, snapshot in _accumulator_snapshots(state.ranks).items():
-            prints[f"accumulator/{rank}"] = snapshot.root
+        prints = state.roots() | (prints_of(half_done(state.ranks)) if sums is None else sums)
         return Loaded(prints, sum(parts.values()), parts)
 
     def _join(self, layout: Layout, store: tuple[str, int]) -> Any:
@@ -121,14 +106,15 @@ class TrainerWorker:
             virtual_ranks=self._plan.virtual_ranks,
             groups=self._plan.groups_per_iteration,
             place=place,
+            reduction=self._reduction,
             **state,
         )
 
     def _from_snapshots(
         self, layout: Layout, place: Place, snapshots: Mapping[str, Mapping[str, Any]]
-    ) -> tuple[TrainerState, dict[str, int]]:
+    ) -> tuple[TrainerState, dict[str, int], dict[str, str] | None]:
         own = self._state
-        moved = {"state": 0, "accumulators": 0}
+        moved = {"state": 0}
         if own is not None:
             ranks, version, iteration = own.ranks, own.version, own.iteration
         else:
@@ -146,18 +132,11 @@ class TrainerWorker:
             )
             version, iteration = snapshot.policy_version, snapshot.iteration
             self._loaded_after = "move"
-        held = own.ranks.accumulator.snapshot() if own is not None else {"ranks": {}}
-        pieces = []
-        for rank in self._block(layout):
-            if rank in held["ranks"]:
-                pieces.append({**held, "ranks": {rank: held["ranks"][rank]}})
-                continue
-            source = next(s for s in snapshots.values() if rank in s["ranks"])
-            piece: LiveSnapshot = fetch(source["ranks"][rank])
-            piece.check()
-            moved["accumulators"] += piece.nbytes
-            pieces.append(dict(piece.accumulators))
-        return TrainerState(ranks.at(place, pieces), version, iteration, layout), moved
+        held = None if own is None else own.ranks
+        sums = gather(held, snapshots, self._block(layout), layout, self._reduction)
+        moved["accumulators"] = sums.moved_bytes
+        state = TrainerState(ranks.at(place, sums.pieces), version, iteration, layout)
+        return state, moved, sums.prints
 
     def activate(self) -> None:
         """Use what was prepared."""
@@ -174,15 +153,15 @@ class TrainerWorker:
         self._groups.clear()
 
     def snapshot(self) -> dict[str, Any]:
-        """References to the live state and to each virtual rank's half-done sum."""
+        """References to the live state and to each half-done sum."""
         state = self._held()
         live = LiveSnapshot.take(
             policy_version=state.version,
             iteration=state.iteration,
             tensors={part: state.parts()[part] for part in ("masters", "optimizer")},
         )
-        ranks = _accumulator_snapshots(state.ranks)
-        prints = state.roots() | {f"accumulator/{r}": s.root for r, s in ranks.items()}
+        ranks = half_done(state.ranks)
+        prints = state.roots() | prints_of(ranks)
         return {
             "state": offer(live),
             "step": state.adam.updates,
@@ -206,7 +185,8 @@ class TrainerWorker:
         key, batch = self._groups.pop(0)
         assert isinstance(key, tuple)
         index = int(key[1])
-        if index not in state.ranks.accumulator.groups_in:
+        sums = state.ranks.accumulator
+        if not sums.owns(index) or index in sums.missing():
             state.ranks.add(index, (batch, state.iteration), batch.uids)
         return [Answer(key, {"replica": self._replica}, time.time())]
 
@@ -267,7 +247,7 @@ class TrainerWorker:
         return self._state
 
     def _update(self, learning_rate: float, clip_norm: float, version: int) -> dict[str, Any]:
-        """Reduce in the fixed tree, step, publish; the same bits on every rank."""
+        """Reduce as the plan declares it, step, publish; the same bits on every rank."""
         state = self._held()
         if version != state.version + 1:
             raise TrainingError(f"expected an update to {state.version + 1}, asked for {version}")

@@ -16,21 +16,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shiftbook.jobs import tokenizer
-from shiftbook.jobs.engine_types import TurnRequest, TurnResult, check_request
+from shiftbook.jobs.engine_types import Caches, TurnRequest, TurnResult, check_request
 from shiftbook.jobs.errors import EngineError
 from shiftbook.jobs.hf_policy import save_hf, to_hf
 from shiftbook.jobs.keyed_rng import turn_key
 from shiftbook.jobs.model import ModelConfig, check_params, parameter_shapes
 from shiftbook.jobs.vllm_weights import close_reload, packed_bytes, read_resident
-
-Caches = Literal["flush", "salt"]
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -82,8 +80,9 @@ class VllmEngine:
     """Generates turns with vLLM; an ``Engine``.
 
     ``caches`` says how values of older weights are kept apart: ``flush`` empties the prefix cache,
-    ``salt`` gives each version blocks of its own. ``read_resident`` off makes every fingerprint one
-    of what was handed over, as with engines whose weights cannot be read.
+    ``salt`` gives each load of the process blocks of its own, so that neither a load that failed
+    nor another job leaves any to the next. ``read_resident`` off makes every fingerprint one of
+    what was handed over, as with engines whose weights cannot be read.
     ``cached_tokens`` counts prompt tokens that came from the prefix cache. ``folder`` is the policy
     that vLLM was started with: zeros, on disk.
     """
@@ -100,6 +99,7 @@ class VllmEngine:
     ) -> None:
         self.config, self.lanes, self.caches = config, lanes, caches
         self.version = -1
+        self._salt = 0
         self.steps = self.lane_steps = self.sampled_tokens = self.replayed_tokens = 0
         self.cached_tokens = 0
         self._read_resident = read_resident
@@ -132,6 +132,7 @@ class VllmEngine:
                 f"expected an idle engine, found {self.running} running turns; drain it first"
             )
         check_params(self.config, weights)
+        self._salt = next(_loads)
         self._write(weights)
         self.version = version
 
@@ -242,7 +243,7 @@ class VllmEngine:
     def _prompt(self, tokens: list[int]) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": tokens}
         if self.caches == "salt":
-            prompt["cache_salt"] = f"version-{self.version}"
+            prompt["cache_salt"] = f"load-{self._salt}"
         return prompt
 
     def _fill_lanes(self) -> None:
@@ -312,6 +313,9 @@ class VllmEngine:
 def _zeros(config: ModelConfig) -> dict[str, Tensor]:
     return {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}
 
+
+_loads = itertools.count(1)
+"""Numbers of the loads in this process, whose engines share one cache."""
 
 _started: dict[tuple[ModelConfig, int], tuple[Path, Any]] = {}
 """The vLLM of this process, by what it was made for."""

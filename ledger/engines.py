@@ -26,7 +26,7 @@ class EngineState:
     root: str | None = None
     incarnation: str | None = None
     reason: str | None = None
-    """Why it is held or lost."""
+    """Why it is held or lost; of one that serves, what went otherwise on the way."""
     position: int = -1
     """Of the event that says so."""
 

@@ -109,7 +109,9 @@ class SamplingPlan(_Part):
     batch_composition: Literal["bitwise", "distribution"] = "bitwise"
     staleness_bound: int = Field(default=0, ge=0, description="updates")
     partial_rollouts: bool = False
-    cache_policy: Literal["flush", "keep"] = "flush"
+    cache_policy: Literal["flush", "salt", "keep"] = Field(
+        default="flush", description="of values cached under older weights, as weights change"
+    )
 
 
 class UpdatePlan(_Part):

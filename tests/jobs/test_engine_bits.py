@@ -8,6 +8,7 @@ and are drained in mid-turn and finished elsewhere; everything is compared with 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +234,29 @@ def test_bad_requests_and_weights_are_refused(weights: dict[str, torch.Tensor]) 
         engine.load(upcast(weights), 1)
     with pytest.raises(ModelError, match="missing"):
         engine.load({name: weights[name] for name in list(weights)[1:]}, 1)
+
+
+def test_salted_lanes_reach_no_value_of_older_weights(weights: dict[str, torch.Tensor]) -> None:
+    """Loaded in mid-turn, an engine goes on as one whose caches were flushed does; without a new
+    salt it goes on otherwise."""
+    other = {name: tensor * 2 for name, tensor in weights.items()}
+
+    def changed(caches: Any, *, salted: bool = True) -> Outcome:
+        engine = TorchEngine(CONFIG, 4, caches=caches)
+        engine.load(weights, 0)
+        todo = requests(4)
+        for request in todo:
+            engine.submit(request)
+        for _ in range(len(todo[0].context) + 6):
+            engine.step()
+        salt = engine._salt
+        engine.load(other, 1)
+        assert engine.flush() == (("kv (salted)",) if caches == "salt" else ("kv",))
+        if not salted:
+            engine._salt = salt
+        return finish(engine)
+
+    flushed = changed("flush")
+    assert {v for result in flushed.values() for v in result.versions} == {0, 1}
+    assert changed("salt") == flushed
+    assert changed("salt", salted=False) != flushed

@@ -102,8 +102,11 @@ def test_nothing_is_served_before_a_version_was_verified() -> None:
     assert {v for r in finish(engine) for v in r.versions} == {0}
 
 
-def test_a_version_is_taken_in_the_middle_of_turns_and_stamped_token_by_token() -> None:
-    engine = served()
+@pytest.mark.parametrize(("caches", "named"), [("flush", "kv"), ("salt", "kv (salted)")])
+def test_a_version_is_taken_in_the_middle_of_turns_and_stamped_token_by_token(
+    caches: Any, named: str
+) -> None:
+    engine = served(TorchEngine(CONFIG, 4, caches=caches))
     take(engine, 3)
     for request in requests(6):
         engine.submit(request)
@@ -111,7 +114,7 @@ def test_a_version_is_taken_in_the_middle_of_turns_and_stamped_token_by_token() 
         engine.step()
     taken = take(engine, 4)
     assert taken.failure is None
-    assert (taken.fingerprint_of, taken.caches_flushed) == ("resident", ("kv",))
+    assert (taken.fingerprint_of, taken.caches_flushed) == ("resident", (named,))
     assert taken.gap.good
     results = finish(engine)
     assert len(results) == 6

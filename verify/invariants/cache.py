@@ -62,8 +62,11 @@ class CacheFreshness(Invariant):
         self.expect(
             bool(event.caches_flushed) or not serving,
             step.at,
-            expected="the plan's cache policy: flush, by every engine that took the version",
-            found=f"no cache flushed ({listed(serving)} serve)",
+            expected=(
+                f"the plan's cache policy: {step.plan.sampling.cache_policy}, by every engine that "
+                "took the version"
+            ),
+            found=f"no cache flushed or salted ({listed(serving)} serve)",
             cause="the call that empties the caches was left out, or fails silently",
             action="Flush in the sync and record which caches, or declare cache_policy keep.",
         )

@@ -19,6 +19,10 @@ from shiftbook.ledger.events.training import (
 from shiftbook.verify.invariants.base import End, Invariant, Step, short
 from shiftbook.verify.lineage import WINDOW
 
+UNORDERED = 1e-3
+"""Relative difference of two norms of one gradient whose float32 sums were taken in two orders,
+where the plan declares none: orders of magnitude above rounding, and below any lost group."""
+
 
 def _record(event: Event) -> Iterator[tuple[str, int, str]]:
     """(what, iteration, value) of what must come out the same."""
@@ -49,11 +53,14 @@ class Replay(Invariant):
 
     The first record of each iteration stands against every later one, over all attempts. An
     amendment or a fork ends the comparison. A job that declares ``distribution`` is not compared.
+    With an unordered reduction an update has no bits to come to: where one begins from the same
+    state with the same samples as before, the norm of its gradient may differ by the plan's
+    tolerance, and its weight not at all; what comes after it is another policy's.
     """
 
     id = "replay"
     title = "recomputed iterations give the same record"
-    needs = "digests of an iteration in both attempts"
+    needs = "digests of an iteration in both attempts; with unordered sums grad_norm and tokens"
     sees = (
         PlanAmended,
         ExperimentForked,
@@ -71,15 +78,26 @@ class Replay(Invariant):
         self._seen: dict[tuple[int, str], int] = {}
         """How often the present life recorded something of an iteration: batches come in parts."""
         self._again = 0
+        self._unordered = False
+        self._norms: OrderedDict[tuple[str, ...], tuple[UpdateApplied, int]] = OrderedDict()
+        """The first update from each state with each batch, with its position."""
+        self._batch: tuple[int, list[str]] = (-1, [])
+        """Iteration and digests of what was consumed since the last update."""
 
     def feed(self, step: Step) -> None:
         event = step.event
         if isinstance(event, PlanAmended | ExperimentForked) or _begins_anew(event):
             self._first.clear()
+            self._norms.clear()
             return
         if isinstance(event, AttemptStarted | CheckpointRestored):
             self._seen.clear()
+            self._batch = (-1, [])
         if step.plan is None or step.plan.sampling.batch_composition != "bitwise":
+            return
+        if step.plan.update.reduction == "unordered":
+            self._unordered = True
+            self._within(step)
             return
         for what, iteration, value in _record(event):
             known = self._first.setdefault(iteration, {})
@@ -105,5 +123,47 @@ class Replay(Invariant):
                 others=(position, step.track.attempt_position),
             )
 
+    def _within(self, step: Step) -> None:
+        """An update whose sums have no order, against the first one from the same state."""
+        event = step.event
+        if isinstance(event, BatchConsumed):
+            number, digests = self._batch
+            earlier = digests if number == event.iteration else []
+            self._batch = (event.iteration, [*earlier, event.digest])
+            return
+        if not isinstance(event, UpdateApplied) or step.plan is None:
+            return
+        number, digests = self._batch
+        self._batch = (-1, [])
+        before = (event.params_before, event.masters_before, event.optimizer_before)
+        if number != event.iteration:
+            return
+        known = self._norms.setdefault((*before, *digests), (event, step.at))
+        if len(self._norms) > WINDOW:
+            self._norms.popitem(last=False)
+        first, position = known
+        if first is event:
+            return
+        self._again += 1
+        tolerance = step.plan.tolerances.get(self.id, UNORDERED)
+        gap = abs(event.grad_norm - first.grad_norm)
+        within = gap <= tolerance * abs(first.grad_norm)
+        self.expect(
+            within and event.tokens == first.tokens,
+            step.at,
+            expected=(
+                f"iteration {event.iteration}: a gradient over {first.tokens} tokens with norm "
+                f"{first.grad_norm:.6g} within {tolerance:g}"
+            ),
+            found=f"{event.tokens} tokens, norm {event.grad_norm:.6g}",
+            cause="more differs than the order of the sums: a group was lost, doubled or changed",
+            action="Compare the rows of both records; restore whatever they depend on.",
+            others=(position, step.track.attempt_position),
+        )
+
     def idle_because(self, end: End) -> str | None:
-        return None if self._again else "no iteration was computed twice"
+        if self._again:
+            return None
+        if self._unordered:
+            return "no update was computed twice from one state; its sums have no order"
+        return "no iteration was computed twice"
