@@ -10,8 +10,8 @@ from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.shelf import list_bundles, retain
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.state import CheckpointRestored
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.state import JobState
 
 
 def needed_bundles(ledger: Ledger) -> set[str]:

@@ -18,10 +18,10 @@ from shiftbook.jobs.noise import Calibration, Noise
 from shiftbook.jobs.runner import Cluster, Place, RunningJob
 from shiftbook.jobs.same_policy import Likeness, first_tokens, likeness
 from shiftbook.ledger.errors import InvalidInput
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
 from shiftbook.ledger.report import write_report
-from shiftbook.ledger.state import JobState
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.shadowing import Outcome as ShadowOutcome
 from shiftbook.verify.verdict import Verdict, verify

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shiftbook.ledger.envelope import StoredEvent
-from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.ledger.job_state import JobState
+from shiftbook.ledger.state import LedgerState
 
 NAMED = ("component", "bottleneck_before", "bottleneck_after", "source", "target")
 LISTED = ("components", "stalls")

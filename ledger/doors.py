@@ -12,9 +12,10 @@ from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import IllegalStep
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.reallocation import ReallocationAbandoned
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Decision, Receipt
-from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.ledger.state import LedgerState
 
 
 def boottime_s() -> float:

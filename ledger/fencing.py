@@ -14,13 +14,9 @@ from types import TracebackType
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import DeviceHeld, LedgerUnreachable, StaleGrant, UnknownPosition
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.job_state import AttemptState, OperationState, OperationStatus
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.state import (
-    AttemptState,
-    LedgerState,
-    OperationState,
-    OperationStatus,
-)
+from shiftbook.ledger.state import LedgerState
 
 ALLOWED: dict[OperationStatus, frozenset[str]] = {
     "granted": frozenset({"quiesce", "undo"}),

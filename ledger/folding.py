@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.snapshots import SHARED, Shared, Snapshot, Snapshots
-from shiftbook.ledger.state import FOLDED_TYPES, SHARED_TYPES, JobState, LedgerState
+from shiftbook.ledger.state import FOLDED_TYPES, SHARED_TYPES, LedgerState
 from shiftbook.ledger.tables import StoredRow
 
 KEPT_JOBS = 64

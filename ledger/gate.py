@@ -35,11 +35,12 @@ from shiftbook.ledger.events.reallocation import (
 )
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.job_door import JobDoor, enter_safe_mode
+from shiftbook.ledger.job_state import JobState, OperationState, OperationStatus
 from shiftbook.ledger.lawful import lawful
 from shiftbook.ledger.proposal import Proposal
 from shiftbook.ledger.receipt import Decision, Receipt
 from shiftbook.ledger.rules import Case, involved_devices, judge
-from shiftbook.ledger.state import JobState, LedgerState, OperationState, OperationStatus
+from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.sync_door import SyncDoor
 from shiftbook.ledger.topology import Topology
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shiftbook.ledger.amendment import planned
 from shiftbook.ledger.doors import Door, abandon_unquiesced
 from shiftbook.ledger.envelope import SYSTEM_JOB, Draft
 from shiftbook.ledger.errors import IdempotencyConflict, IllegalStep, InvalidInput, UnknownJob
@@ -16,9 +17,10 @@ from shiftbook.ledger.events.safety import (
 from shiftbook.ledger.events.state import CheckpointRegistered
 from shiftbook.ledger.events.sync import WeightSyncFailed
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.lawful import lawful
 from shiftbook.ledger.receipt import Decision, Receipt
-from shiftbook.ledger.state import JobState, LedgerState, planned
+from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.topology import Topology
 
 

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from shiftbook.ledger.envelope import Draft, seal
 from shiftbook.ledger.errors import IllegalStep
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.legality import check
 from shiftbook.ledger.receipt import Decision
-from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.ledger.state import LedgerState
 
 
 def lawful(state: LedgerState, job: str, drafts: Sequence[Draft]) -> Decision:

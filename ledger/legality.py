@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shiftbook.ledger.amendment import amended, planned
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events import job as job_events
 from shiftbook.ledger.events import lease, observation, reallocation, safety, sync, training
 from shiftbook.ledger.events import state as state_events
 from shiftbook.ledger.events.base import Event
-from shiftbook.ledger.state import JobState, LedgerState, OperationState, amended, planned
+from shiftbook.ledger.job_state import JobState, OperationState
+from shiftbook.ledger.state import LedgerState
 
 OPERATOR = "operator"
 """Who may always end safe mode; ``operator:NAME`` is one of them."""

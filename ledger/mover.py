@@ -11,8 +11,8 @@ from typing import Protocol
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.fencing import evidence_of_death
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.job_state import JobState, OperationState
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.state import JobState, OperationState
 from shiftbook.ledger.topology import Topology
 
 ENTRY_POINTS = "shiftbook.movers"

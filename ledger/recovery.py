@@ -22,9 +22,9 @@ from shiftbook.ledger.errors import (
 from shiftbook.ledger.events.reallocation import ReallocationQuiesced, ReallocationTransferred
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.job_state import OperationState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mover import Mover, find_mover
-from shiftbook.ledger.state import OperationState
 from shiftbook.ledger.topology import Topology
 
 __all__ = [

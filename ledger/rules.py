@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shiftbook.ledger.events.reallocation import ReallocationProposed
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.plan import Plan
-from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.topology import Topology
 
 TRAINER_STRATEGIES = frozenset({"reshard", "reboot"})

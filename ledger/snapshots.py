@@ -30,7 +30,7 @@ from pydantic_core import to_json
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.dialect import Dialect
-from shiftbook.ledger.state import JobState, LeaseState
+from shiftbook.ledger.job_state import JobState, LeaseState
 from shiftbook.ledger.tables import StoredRow
 
 FORMAT = 1

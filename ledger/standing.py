@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shiftbook.ledger.cli_options import clock_text
-from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.ledger.job_state import JobState
+from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.summary import seconds_text, size_text
 
 Standing = dict[str, Any]

@@ -19,9 +19,9 @@ from shiftbook.ledger.errors import (
     ShiftbookError,
 )
 from shiftbook.ledger.gate import Gate
+from shiftbook.ledger.job_state import JobState, OperationState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.recovery import recover
-from shiftbook.ledger.state import JobState, OperationState
 from shiftbook.scheduler.errors import MoveFailed, WorkerLost
 from shiftbook.scheduler.mover import LoopClient, RayMover, job_fleet
 from shiftbook.scheduler.moves import MoveRunner, Report

@@ -10,8 +10,8 @@ from shiftbook.ledger.errors import LedgerError, Rejected
 from shiftbook.ledger.events.job import JobOpened
 from shiftbook.ledger.events.reallocation import ReallocationProposed
 from shiftbook.ledger.gate import Gate
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.proposal import Proposal
-from shiftbook.ledger.state import JobState
 from shiftbook.scheduler.gain import Outcome, RatesMeasured, realized
 from shiftbook.scheduler.graph import PipelineGraph
 from shiftbook.scheduler.makespan import Progress

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from shiftbook.ledger.errors import Rejected
 from shiftbook.ledger.events.job import JobOpened
 from shiftbook.ledger.events.reallocation import Candidate, Interval
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.proposal import Proposal
-from shiftbook.ledger.state import JobState
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.layout import Layout, Roles
 from shiftbook.scheduler.moves import Report, strategy_of

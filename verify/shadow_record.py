@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from shiftbook.ledger.amendment import amended
 from shiftbook.ledger.errors import InvalidInput, UnknownJob
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import (
@@ -26,7 +27,6 @@ from shiftbook.ledger.events.training import (
 )
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.plan import Plan
-from shiftbook.ledger.state import amended
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.replay.protocol import Start
 from shiftbook.verify.replay.recorded_trace import Iteration, Recorded, recorded_lines

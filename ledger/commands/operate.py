@@ -25,9 +25,9 @@ from shiftbook.ledger.errors import InvalidInput, LedgerUnreachable, Rejected
 
 if TYPE_CHECKING:
     from shiftbook.ledger.events.reallocation import Strategy
+    from shiftbook.ledger.job_state import JobState
     from shiftbook.ledger.ledger import Ledger
     from shiftbook.ledger.proposal import Proposal
-    from shiftbook.ledger.state import JobState
     from shiftbook.ledger.topology import Topology
 
 EXIT_BAD = 1

@@ -23,9 +23,9 @@ from shiftbook.ledger.errors import (
 )
 from shiftbook.ledger.events.reallocation import ReallocationCommitted, ReallocationProposed
 from shiftbook.ledger.gate import Gate
+from shiftbook.ledger.job_state import JobState, OperationState
 from shiftbook.ledger.reallocation import Move
 from shiftbook.ledger.recovery import recover
-from shiftbook.ledger.state import JobState, OperationState
 from shiftbook.ledger.topology import Topology
 from tests.ledger.gate_cases import (
     BETWEEN,

@@ -35,9 +35,9 @@ from shiftbook.ledger.events.sync import (
 )
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.job_state import JobState, OperationState
 from shiftbook.ledger.plan import TrainingView
 from shiftbook.ledger.rules import RULES, involved_devices
-from shiftbook.ledger.state import JobState, OperationState
 from shiftbook.ledger.topology import Topology
 from tests.ledger.gate_cases import (
     FINGERPRINT,

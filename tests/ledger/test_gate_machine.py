@@ -47,10 +47,11 @@ from shiftbook.ledger.events.sync import WeightSyncFailed
 from shiftbook.ledger.fencing import GrantChecker
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
+from shiftbook.ledger.job_state import JobState, OperationState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Decision, Receipt
 from shiftbook.ledger.recovery import recover
-from shiftbook.ledger.state import JobState, LedgerState, OperationState, fold
+from shiftbook.ledger.state import LedgerState, fold
 from shiftbook.ledger.topology import Topology
 from tests.ledger.gate_cases import Clock, gain, opened, proposal, start, step, sync_started
 from tests.ledger.stores import new_url
@@ -614,7 +615,8 @@ class GateMachine(RuleBasedStateMachine):
         assert {known.status for known in job.operations.values()} <= ENDED
         poisoned = {o for o, known in job.operations.items() if known.status == "poisoned"}
         assert poisoned <= self.broken_once
-        if name in self.standing and not job.quarantined(state):
+        declared = {device.name for device in job.opened.devices} if job.opened else set()
+        if name in self.standing and declared.isdisjoint(state.quarantine):
             assert cluster.topology.matches(job.topology)
 
     @precondition(lambda self: self.ledger.state().quarantine)

@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from shiftbook.ledger.amendment import amended
 from shiftbook.ledger.errors import IllegalStep, InvalidInput, UnknownJob
 from shiftbook.ledger.events.safety import ShadowCompared, ShadowDifference
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
 from shiftbook.ledger.plan import ShadowPlan
-from shiftbook.ledger.state import amended
 from shiftbook.ledger.summary import summary
 from tests.ledger.gate_cases import BUNDLE, bundle, plan, proposal, running
 

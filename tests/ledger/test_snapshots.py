@@ -28,10 +28,11 @@ from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events import job, lease, observation, reallocation, safety
 from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Decision
 from shiftbook.ledger.snapshots import Snapshots, fold_code
-from shiftbook.ledger.state import JobState, LedgerState, fold
+from shiftbook.ledger.state import LedgerState, fold
 from shiftbook.ledger.topology import Topology
 from tests.ledger.sample_ledger import write_sample
 from tests.strategies import events

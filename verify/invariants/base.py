@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.plan import Plan
-from shiftbook.ledger.state import JobState, LedgerState
+from shiftbook.ledger.state import LedgerState
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.evidence import Rows
 from shiftbook.verify.findings import Finding, Severity

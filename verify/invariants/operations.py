@@ -7,7 +7,7 @@ from shiftbook.ledger.events.reallocation import (
     ReallocationTransferred,
     ReallocationVerified,
 )
-from shiftbook.ledger.state import JobState
+from shiftbook.ledger.job_state import JobState
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed
 
 
