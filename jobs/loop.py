@@ -66,7 +66,7 @@ MOVES_LIMIT_S = 60.0
 LOCK_LIMIT_S = 2.0
 """How long the loop waits for the ledger before it goes on without."""
 CLOSE_LIMIT_S = 600.0
-"""How long a job that has ended waits for the ledger, to say so."""
+"""How long a job waits for the ledger: to go on after its loop died, and to say that it ended."""
 MOST_ATTEMPTS = 6
 """Attempts after which a job whose processes keep dying has failed."""
 LATEST = 4
@@ -220,7 +220,7 @@ class TrainingLoop:
 
     def _attempt(self) -> None:
         config = self.config
-        self._ledger = Ledger.open(config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
+        self._ledger = self._await_ledger()
         self._evidence = config.evidence or self._ledger.beside(".evidence")
         self._gate = Gate(self._ledger, by=BY)
         self._gate.open_job(config.job, opened(config, self.devices))
@@ -243,6 +243,21 @@ class TrainingLoop:
                 return
             self._one_iteration(number)
         self._finish()
+
+    def _await_ledger(self) -> Ledger:
+        """Open the ledger, for as long as its server is away.
+
+        A loop that died in an outage is started again within it, and only the ledger says where
+        the attempt before had come to. Whoever starts a job has opened the ledger before.
+        """
+        deadline = time.monotonic() + CLOSE_LIMIT_S
+        while True:
+            try:
+                return Ledger.open(self.config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
+            except LedgerUnreachable:
+                if self._stopping.is_set() or time.monotonic() > deadline:
+                    raise
+            self._done.wait(CLOSE_WAIT_S)
 
     def _start(self, start: Start, supervisor: Supervisor) -> None:
         """Begin an attempt: its grant, its first bundle, and all its processes."""

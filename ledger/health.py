@@ -416,9 +416,8 @@ def check_steps(steps: list[BackwardStep]) -> Check:
 
 def signed_events(ledger: Ledger) -> int | None:
     """Events that the last signed head covers; None where this ledger's heads are not signed."""
-    tree = getattr(ledger, "tree", None)
-    head = tree().last_head() if callable(tree) else None
-    return None if head is None else int(head.size)
+    head = ledger.tree().last_head()
+    return None if head is None else head.size
 
 
 def check_unsigned(size: int, signed: int) -> Check:

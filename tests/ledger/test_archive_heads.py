@@ -64,6 +64,9 @@ def test_heads_come_into_a_ledger_as_they_were(
             assert done.sections == ()
         assert [(h.size, h.data()) for h in ledger.tree().heads()] == notes
         assert [size for size, _ in notes] == list(SIZES)
+        again = archive.with_name("again.tar")
+        export_archive(ledger, again, sections=heads_section(ledger, 0, EVENTS - 1))
+        assert again.read_bytes() == archive.read_bytes()
         where = ledger.evidence
     verdict = verify(
         store_url,

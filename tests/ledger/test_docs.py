@@ -166,3 +166,16 @@ def test_the_query_of_the_command_line_page_runs(tmp_path: Path) -> None:
 def test_the_root_says_where_the_ledger_is() -> None:
     assert "SHIFTBOOK_LEDGER" in (main.epilog or "")
     assert "SHIFTBOOK_LEDGER" in CLI
+
+
+def test_every_test_that_a_promise_names_is_there() -> None:
+    root = DOCS.parent
+    known = {path.name for path in root.glob("tests/**/test_*.py")}
+    for document in ("ledger.md", "proofs.md", "archive.md"):
+        text = (DOCS / document).read_text(encoding="utf-8")
+        for name in re.findall(r"\btests/[\w/]+\.py\b", text):
+            assert (root / name).is_file(), (document, name)
+        for name in re.findall(r"\btest_\w+\.py\b", text):
+            assert name in known, (document, name)
+    promised = section((DOCS / "ledger.md").read_text(), "What is promised, and how it is tested")
+    assert len(re.findall(r"test_\w+\.py", promised)) > 20

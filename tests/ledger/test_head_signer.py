@@ -14,7 +14,7 @@ import sqlite3
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,13 +61,31 @@ def leaves(ledger: Ledger, size: int) -> list[bytes]:
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Ledger:
-    return Ledger.open(f"sqlite:///{tmp_path}/ledger.db", writer="w")
+def ledger(store_url: str) -> Iterator[Ledger]:
+    """A ledger on each store."""
+    with Ledger.open(store_url, writer="w") as opened:
+        yield opened
+
+
+@pytest.fixture
+def file_ledger(tmp_path: Path) -> Iterator[Ledger]:
+    """One in a file, for an owner who edits it; test_postgres_tree.py has the owner of a server."""
+    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", writer="w") as opened:
+        yield opened
+
+
+def signer_of(ledger: Ledger, folder: Path) -> HeadSigner:
+    return HeadSigner(ledger, KEY, [FileOutlet(folder / "heads")], memory=folder / "key.last")
 
 
 @pytest.fixture
 def signer(ledger: Ledger, tmp_path: Path) -> HeadSigner:
-    return HeadSigner(ledger, KEY, [FileOutlet(tmp_path / "heads")], memory=tmp_path / "key.last")
+    return signer_of(ledger, tmp_path)
+
+
+@pytest.fixture
+def file_signer(file_ledger: Ledger, tmp_path: Path) -> HeadSigner:
+    return signer_of(file_ledger, tmp_path)
 
 
 def attack(path: Path, *statements: str) -> None:
@@ -327,31 +345,31 @@ def test_a_damaged_or_foreign_memory_stops_the_signer(
 
 
 def test_nodes_that_an_import_did_not_bring_are_written_again(
-    ledger: Ledger, signer: HeadSigner, tmp_path: Path
+    file_ledger: Ledger, file_signer: HeadSigner, tmp_path: Path
 ) -> None:
-    grow(ledger, 1000)
-    signer.sign()
+    grow(file_ledger, 1000)
+    file_signer.sign()
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
         before = connection.execute("select * from nodes order by level, number").fetchall()
     attack(tmp_path / "ledger.db", "delete from nodes where number > 0")
-    assert ledger.tree().complete(1000) == len(before) - 1
+    assert file_ledger.tree().complete(1000) == len(before) - 1
     with sqlite3.connect(tmp_path / "ledger.db") as connection:
         assert connection.execute("select * from nodes order by level, number").fetchall() == before
     attack(tmp_path / "ledger.db", "delete from nodes")
-    grow(ledger, 100)
-    assert signer.sign() is not None
-    assert ledger.tree().complete(1100) == 0
+    grow(file_ledger, 100)
+    assert file_signer.sign() is not None
+    assert file_ledger.tree().complete(1100) == 0
 
 
 def test_a_ledger_of_an_older_build_gets_its_tables_with_its_first_head(
-    ledger: Ledger, signer: HeadSigner, tmp_path: Path
+    file_ledger: Ledger, file_signer: HeadSigner, tmp_path: Path
 ) -> None:
-    grow(ledger, 300)
+    grow(file_ledger, 300)
     attack(tmp_path / "ledger.db", "drop table heads", "drop table nodes")
-    assert ledger.tree().last_head() is None
-    assert list(ledger.tree().heads()) == []
-    head = signer.sign()
-    assert head == ledger.tree().last_head()
+    assert file_ledger.tree().last_head() is None
+    assert list(file_ledger.tree().heads()) == []
+    head = file_signer.sign()
+    assert head == file_ledger.tree().last_head()
     connection = sqlite3.connect(tmp_path / "ledger.db")
     with pytest.raises(sqlite3.IntegrityError, match="append only"):
         connection.execute("delete from heads")
@@ -375,12 +393,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_triggers_keep_heads_and_nodes(
-    name: str, ledger: Ledger, signer: HeadSigner, tmp_path: Path
+    name: str, file_ledger: Ledger, file_signer: HeadSigner, tmp_path: Path
 ) -> None:
-    grow(ledger, 5)
-    signer.sign()
-    grow(ledger, 295)
-    signer.sign()
+    grow(file_ledger, 5)
+    file_signer.sign()
+    grow(file_ledger, 295)
+    file_signer.sign()
     connection = sqlite3.connect(tmp_path / "ledger.db")
     connection.execute("pragma recursive_triggers=on")
     with pytest.raises(sqlite3.IntegrityError):

@@ -16,15 +16,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from shiftbook.ledger import health
 from shiftbook.ledger.events.safety import SafeModeLeft
+from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.signing_keys import Ed25519Signer
 
+KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 EVENT = SafeModeLeft(by="operator", reason="test")
 CODE = "import sys; from shiftbook.ledger.cli import main; sys.argv[0] = 'shiftbook'; main()"
 
@@ -239,9 +241,14 @@ def test_signed_heads_are_asked_where_there_are_any(tmp_path: Path) -> None:
     with Ledger.open(f"sqlite:///{tmp_path}/book.db") as ledger:
         ledger.append("job", EVENT)
         assert health.signed_events(ledger) is None
-    head = SimpleNamespace(size=7)
-    signed: Any = SimpleNamespace(tree=lambda: SimpleNamespace(last_head=lambda: head))
-    assert health.signed_events(signed) == 7
+        HeadSigner(ledger, KEY).sign()
+        assert health.signed_events(ledger) == 1
+        assert doctor(tmp_path / "book.db")["unsigned tail"]["status"] == "ok"
+        ledger.append("job", [EVENT] * (health.PROMISED_EVENTS + 1))
+    found = doctor(tmp_path / "book.db")["unsigned tail"]
+    assert found["status"] == "wrong"
+    assert f"{health.PROMISED_EVENTS + 1} events after the last signed head" in found["found"]
+    assert "shiftbook sign" in found["fix"]
 
 
 def test_every_fault_has_a_command(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from shiftbook.ledger.merkle import tree_root
 from shiftbook.ledger.proof import check_proof, encode_proof, prove_event, prove_since
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Ed25519Signer
+from tests.ledger.stores import STORES, new_url
 from tests.ledger.test_head_signer import attack, grow
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
@@ -43,22 +45,35 @@ PUB = KEY.verifier.text()
 SHIFTBOOK = [sys.executable, "-c", "from shiftbook.ledger.cli import main; main()"]
 
 
-@pytest.fixture(scope="module")
-def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_signed(url: str) -> None:
     """A ledger of 600 events with heads at 7, 300 and 590."""
-    path = tmp_path_factory.mktemp("signed") / "ledger.db"
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+    with Ledger.open(url, writer="w") as ledger:
         signer = HeadSigner(ledger, KEY)
         for count in (7, 293, 290):
             grow(ledger, count, "größer ✓")
             signer.sign()
         grow(ledger, 10)
+
+
+@pytest.fixture(scope="module")
+def signed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The ledger in a file."""
+    path = tmp_path_factory.mktemp("signed") / "ledger.db"
+    write_signed(f"sqlite:///{path}")
     return path
 
 
-@pytest.fixture
-def ledger(signed: Path) -> Ledger:
-    return Ledger.open(f"sqlite:///{signed}", read_only=True)
+@pytest.fixture(scope="module", params=STORES)
+def ledger(
+    request: pytest.FixtureRequest, signed: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ledger]:
+    """The ledger on each store, to read."""
+    url = f"sqlite:///{signed}"
+    if request.param != "sqlite":
+        url = new_url(request.param, tmp_path_factory.mktemp("served"))
+        write_signed(url)
+    with Ledger.open(url, read_only=True) as opened:
+        yield opened
 
 
 def invoke(*arguments: str) -> Result:

@@ -81,9 +81,9 @@ def test_paths_are_those_of_the_text() -> None:
     assert tile_path("entries", 273, 112) == "tile/entries/273.p/112"
 
 
-def test_the_root_is_rebuilt_from_the_files_at_every_size(tmp_path: Path) -> None:
+def test_the_root_is_rebuilt_from_the_files_at_every_size(store_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "tiles"
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", writer="w") as ledger:
+    with Ledger.open(store_url, writer="w") as ledger:
         with pytest.raises(NoSignedHead):
             write_tiles(ledger, folder)
         signer = HeadSigner(ledger, KEY)
@@ -125,9 +125,9 @@ def test_the_example_of_the_text(tmp_path: Path) -> None:
     assert reread(tmp_path / "tiles")[0] == 70_000
 
 
-def test_only_what_is_new_is_written(tmp_path: Path) -> None:
+def test_only_what_is_new_is_written(store_url: str, tmp_path: Path) -> None:
     folder = tmp_path / "tiles"
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", writer="w") as ledger:
+    with Ledger.open(store_url, writer="w") as ledger:
         signer = HeadSigner(ledger, KEY)
         grow(ledger, 600)
         signer.sign()

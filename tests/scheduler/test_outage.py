@@ -117,7 +117,11 @@ def test_the_loop_dies_while_its_records_are_spooled(
     try:
         done = len((running.status() or {})["iterations"])
         until(lambda: len((running.status() or {})["iterations"]) > done, OUTAGE_S)
-        os.kill((running.status() or {})["pid"], signal.SIGKILL)
+        pid = (running.status() or {})["pid"]
+        os.kill(pid, signal.SIGKILL)
+        # Its next process comes up while the server is still away, and waits for it.
+        until(lambda: (running.status() or {}).get("pid") not in (None, pid), 60)
+        assert (running.status() or {})["phase"] == "starting"
     finally:
         server.start()
     ends_well(on_postgres, job, undisturbed)
