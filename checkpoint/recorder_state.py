@@ -96,17 +96,25 @@ def uid(ordinal: int, member: int = 0) -> str:
 
 def ids_bytes(tokens: Any) -> bytes:
     """Token ids as little-endian unsigned 32-bit integers, from a list, array or tensor."""
-    import numpy as np
-
-    array = tokens if type(tokens) is np.ndarray else np.asarray(tokens)
-    return bytes(array.astype("<u4", copy=False).tobytes())
+    return _array_bytes(tokens, "<u4")
 
 
 def floats_bytes(values: Any) -> bytes:
     """Numbers as little-endian float32 bits."""
+    return _array_bytes(values, "<f4")
+
+
+def _array_bytes(values: Any, code: str) -> bytes:
+    # An array that has the type already is read at once: a step has thousands of them.
+    try:
+        if values.dtype.str == code:
+            found: bytes = values.tobytes()
+            return found
+    except AttributeError:  # a list, or a tensor
+        pass
     import numpy as np
 
-    return bytes(np.asarray(values).astype("<f4", copy=False).tobytes())
+    return bytes(np.asarray(values).astype(code, copy=False).tobytes())
 
 
 @lru_cache(maxsize=4096)  # a sample's bytes come three times in an iteration, masks more often

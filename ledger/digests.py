@@ -25,10 +25,7 @@ def logp_digest(logps: Sequence[float]) -> str:
 
 
 def _over_lines(lines: Iterable[tuple[str, str]]) -> str:
-    digest = hashlib.sha256()
-    for _, line in sorted(lines):
-        digest.update(line.encode("utf-8"))
-    return digest.hexdigest()
+    return hashlib.sha256("".join(line for _, line in sorted(lines)).encode("utf-8")).hexdigest()
 
 
 def generated_digest(rows: Iterable[tuple[str, str, str]]) -> str:

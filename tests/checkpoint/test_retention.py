@@ -2,10 +2,12 @@
 
 Method: six bundles of a job whose second attempt began from one, while a fork restored another; a
 golden trace names a third. The oldest alone is needed by nobody, others become so one by one.
+Traces that a replay writes name the bundle that their job's configuration names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from shiftbook.checkpoint.shelf import SavedBundle, list_bundles
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.topology import Topology
+from shiftbook.verify.replay.outcome import replay
+from shiftbook.verify.replay.protocol import Conditions, Job, Numbers, Step
 from tests.checkpoint.bundle_states import fields, state
 from tests.ledger.gate_cases import FINGERPRINT, HALF, bundle, open_gate, opened, start
 
@@ -102,6 +106,28 @@ def test_what_lineage_and_traces_need_stays(tmp_path: Path, shelf: list[SavedBun
     assert retain_needed(folder, 1, ledger) == [shelf[4].path]
     assert left(shelf) == {1, 2, 5}
     ledger.close()
+
+
+def test_a_trace_names_the_bundle_that_its_job_begins_with(
+    tmp_path: Path, shelf: list[SavedBundle]
+) -> None:
+    """A golden trace holds its job's configuration, and with it the path of a bundle, or its id."""
+
+    def run(conditions: Conditions) -> Iterator[Step]:
+        yield Step(0, [Numbers("trainer", {"loss": 0.5})])
+
+    traces = []
+    for name, begins_with in (("path", str(shelf[1].path)), ("id", shelf[3].bundle_id)):
+        job = Job(run, steps=1, config={"begins_with": begins_with})
+        traces.append(tmp_path / f"{name}.golden")
+        assert replay(job, golden=traces[-1], update_golden=True).exit_code == 0
+    gate = open_gate(f"sqlite:///{tmp_path}/ledger.db")
+    gate.open_job(JOB, opened())
+    start(gate, JOB, "a0")
+    gate.ledger.append(JOB, [bundle("a0", 0, one.bundle_id) for one in shelf])
+    retain_needed(shelf[0].path.parent, 1, gate.ledger, golden=traces)
+    assert left(shelf) == {1, 3, 5}
+    gate.ledger.close()
 
 
 def test_bundles_of_unknown_jobs_stay(tmp_path: Path, shelf: list[SavedBundle]) -> None:
