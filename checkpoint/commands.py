@@ -130,6 +130,7 @@ def verify(context: click.Context, path: Path, files_only: bool, format_: Format
     show_envvar=True,
     help="Ledger that records the registration as an event of the job; none by default.",
 )
+@click.option("--new-ledger", is_flag=True, help="Make the ledger where there is none yet.")
 def register(
     source: Path,
     folder: Path,
@@ -140,6 +141,7 @@ def register(
     part: str,
     kind: str | None,
     ledger_url: str | None,
+    new_ledger: bool,
 ) -> None:
     """Register the state at SOURCE as a bundle in FOLDER, without writing its tensors again.
 
@@ -158,11 +160,13 @@ def register(
     fields = BundleFields(
         job=job, attempt=attempt, iteration=iteration, policy_version=policy_version
     )
+    if new_ledger and ledger_url is None:
+        raise click.UsageError("expected --ledger beside --new-ledger, found none; name the ledger")
     with working("reading and hashing the state"):
         if ledger_url is None:
             bundle = register_state(source, folder, fields, part=part, kind=kind)
         else:
-            with open_book(ledger_url, write=True) as ledger:
+            with open_book(ledger_url, write=True, create=new_ledger) as ledger:
                 gate = Gate(ledger, by="checkpoint-register")
                 bundle = register_in_ledger(gate, source, folder, fields, part=part, kind=kind)
     record = bundle.manifest.parts[part]

@@ -2,7 +2,8 @@
 
 Ray's object store carries either. The sender keeps the version that it put out last; an engine
 keeps the last one that it verified, and a patch is applied to a copy of that, so whatever is
-refused leaves the engine as it was.
+refused leaves the engine as it was. Patches are imported where they are made: their compiler must
+not stand in a process before vLLM starts there.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import PatchRefused, PatchUnencodable
-from shiftbook.checkpoint.patch import apply_patch, encode_patch
 from shiftbook.jobs.config import JobConfig
 from shiftbook.scheduler.workers.transfer import fetch, offer
 
@@ -64,6 +64,8 @@ class PatchSource:
 
         ``weights`` are kept until the next call and must not change until then.
         """
+        from shiftbook.checkpoint.patch import encode_patch
+
         base, self._sent = self._sent, _Sent(version, dict(weights), dict(prints))
         self._since_anchor += 1
         if base is None or self._since_anchor >= self._anchor_every:
@@ -92,6 +94,8 @@ def patched(
     The weights are copied. Raises PatchRefused for another base, PatchDamaged for bytes that are no
     patch.
     """
+    from shiftbook.checkpoint.patch import apply_patch
+
     if held is None:
         raise PatchRefused(
             f"expected an engine on version {patch.base_version}, found one without a version; "

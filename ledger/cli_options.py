@@ -87,8 +87,10 @@ def format_option(default: Format = "table") -> Callable[[Command], Command]:
     )
 
 
-def open_book(url: str, *, write: bool = False, evidence: str | None = None) -> Ledger:
-    """Open an existing ledger, for reading unless ``write``.
+def open_book(
+    url: str, *, write: bool = False, create: bool = False, evidence: str | None = None
+) -> Ledger:
+    """Open an existing ledger, for reading unless ``write``; with ``create`` also one that is new.
 
     Its evidence lies at ``evidence``, else where SHIFTBOOK_EVIDENCE says, else beside its file.
     """
@@ -96,7 +98,7 @@ def open_book(url: str, *, write: bool = False, evidence: str | None = None) -> 
 
     return Ledger.open(
         url,
-        create=False,
+        create=create,
         read_only=not write,
         actor=actor() if write else None,
         evidence=evidence or os.environ.get(EVIDENCE_VARIABLE) or None,

@@ -176,7 +176,7 @@ class JobDoor(Door):
         def decide(state: LedgerState) -> Decision | None:
             current = state.job(job)
             if current.status == "unopened":
-                raise UnknownJob(job, list(state.jobs))
+                raise _not_opened(state, current)
             if current.shadows.get(compared.iteration) == compared.last_update:
                 return None
             drafts = [Draft(compared, cause=compared.last_update)]
@@ -296,10 +296,17 @@ def _needs_reason(reason: str) -> None:
 def _open(state: LedgerState, job: str) -> JobState:
     current = state.job(job)
     if current.status == "unopened":
-        raise UnknownJob(job, list(state.jobs))
+        raise _not_opened(state, current)
     if current.status == "closed":
         raise IllegalStep("sequence", f"job {job} open", "it is closed")
     return current
+
+
+def _not_opened(state: LedgerState, current: JobState) -> UnknownJob | IllegalStep:
+    if current.registered:
+        found = "it was never opened, bundles were registered for it and nothing else"
+        return IllegalStep("sequence", f"job {current.name} open", found)
+    return UnknownJob(current.name, list(state.jobs))
 
 
 def _leased(state: LedgerState, job: str, holder: str | None) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from shiftbook.ledger.summary import summary
 from shiftbook.verify.verdict import Verdict, verify
 from tests.checkpoint.bundle_states import fields
 from tests.checkpoint.test_first_use import DATA, LAST, PLAN, Job
+from tests.checkpoint.test_stored_state import in_dcp, in_hugging_face_shards
 from tests.ledger.gate_cases import FINGERPRINT, bundle, running
 from tests.ledger.stores import STORES, new_url
 
@@ -204,6 +205,30 @@ def test_retention_keeps_what_a_job_may_begin_from(
     kept = run("checkpoint", "retain", tmp_path / "shelf", "--keep", 1, "--ledger", url)
     assert kept.exit_code == 0
     assert [one.bundle_id for one in list_bundles(tmp_path / "shelf")] == [first, third]
+
+
+@pytest.mark.parametrize(
+    ("make", "form"), [(in_dcp, "dcp"), (in_hugging_face_shards, "safetensors")]
+)
+def test_folders_are_recorded_and_a_ledger_is_made_where_that_is_asked(
+    tmp_path: Path, make: Any, form: str
+) -> None:
+    source, url = make(tmp_path), f"sqlite:///{tmp_path}/first.db"
+    words = ("checkpoint", "register", source, tmp_path / "shelf", "--job", JOB, "--ledger", url)
+    missing = run(*words)
+    assert (missing.exit_code, missing.stdout) == (2, "")
+    assert not (tmp_path / "first.db").exists()
+    done = run(*words, "--new-ledger")
+    assert done.exit_code == 0, done.output
+    with Ledger.open(url, create=False) as ledger:
+        (stored,) = ledger.read()
+        event = stored.parsed()
+        assert isinstance(event, CheckpointRegistered)
+        assert (event.form, event.source) == (form, str(source))
+        with pytest.raises(IllegalStep, match="never opened, bundles were registered"):
+            Gate(ledger).freeze(JOB, by="operator", reason="x")
+    alone = run("checkpoint", "register", source, tmp_path / "shelf", "--job", JOB, "--new-ledger")
+    assert alone.exit_code == 2
 
 
 def test_what_the_ledger_refuses_leaves_no_bundle(

@@ -219,6 +219,16 @@ def test_salted_caches_need_no_flush(engine: Call) -> None:
     assert take(engine, 2).gap.good
 
 
+def test_the_salt_is_new_with_each_load_not_with_each_version(engine: Call) -> None:
+    """Other weights under a version that was served before, as in the next job of a process."""
+    engine("anew", "salt")
+    assert take(engine, 0).failure is None
+    engine("unload")
+    other = policy(1)
+    taken = engine("take", other, 0, probe(1), fingerprint_tensors(other))
+    assert taken.failure is None
+
+
 def test_a_salt_that_does_not_change_is_seen_by_the_probe(engine: Call) -> None:
     engine("anew", "salt")
     engine("salt_once")

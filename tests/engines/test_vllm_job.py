@@ -59,6 +59,21 @@ def test_an_honest_job_is_clean_and_its_engine_was_probed(on_vllm: OnVllm) -> No
     assert all(e.position > ended[e.body["policy_version"]] for e in made)
 
 
+def test_a_job_with_salted_caches_and_patched_syncs_is_clean(on_vllm: OnVllm) -> None:
+    on_vllm.finish("salted", caches="salt", sync_encoding="patch")
+    verdict = on_vllm.verdict()
+    assert named(verdict) == {}
+    assert verdict.exit_code == 0
+    assert verdict.coverage.row("I16").status == "checked"
+    (opened,) = bodies(on_vllm, "JobOpened")
+    assert opened["plan"]["sampling"]["cache_policy"] == opened["config"]["caches"] == "salt"
+    committed = bodies(on_vllm, "WeightSyncCommitted")
+    assert [b["caches_flushed"] for b in committed] == [["prefix (salted)"]] * 3
+    delivered = bodies(on_vllm, "WeightSyncDelivered")
+    assert [b["encoding"] for b in delivered] == ["whole", "patch", "patch"]
+    assert all(b["moved_bytes"] < b["full_bytes"] for b in delivered[1:])
+
+
 def test_an_honest_job_is_clean_where_weights_cannot_be_read(on_vllm: OnVllm) -> None:
     on_vllm.finish("handed", "unreadable")
     verdict = on_vllm.verdict()

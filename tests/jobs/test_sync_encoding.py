@@ -7,6 +7,8 @@ ledger whose events say what each holds.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,6 +170,12 @@ def test_the_configuration_says_which() -> None:
         JobConfig(**values, sync_encoding="delta")
     with pytest.raises(ValueError, match="anchor_every"):
         JobConfig(**values, anchor_every=0)
+
+
+def test_a_rollout_process_is_ready_for_vllm_when_it_has_imported_its_worker() -> None:
+    """vLLM does not start where the compiler of fingerprints and patches was imported before."""
+    code = "import sys, shiftbook.jobs.components; sys.exit('llvmlite' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @pytest.fixture
