@@ -38,7 +38,10 @@ def begun(engines: Engines, event: WeightSyncStarted, position: int) -> None:
     """Targets wait for the version; they hold what they held."""
     for target in event.targets:
         known = engines.get(target) or EngineState(target)
-        engines[target] = replace(known, standing="syncing", reason=None, position=position)
+        # Spelled out: `replace` takes as long as the rest of a sync's events.
+        engines[target] = EngineState(
+            target, "syncing", known.version, known.root, known.incarnation, None, position
+        )
 
 
 def delivered(engines: Engines, event: WeightSyncDelivered, position: int) -> None:

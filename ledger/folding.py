@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from shiftbook.ledger.envelope import StoredEvent
@@ -58,6 +58,11 @@ class _Known:
     position: int
     leaf: bytes
     unsaved: int = 0
+    aside: LedgerState = field(init=False)
+    """A ledger of this job alone, whose leases and quarantine nobody looks at."""
+
+    def __post_init__(self) -> None:
+        self.aside = LedgerState(jobs={self.state.name: self.state})
 
 
 class FoldedJobs(MutableMapping[str, JobState]):
@@ -236,8 +241,6 @@ def _take(known: _Known, row: StoredRow) -> None:
         known.state.version = row.version
         known.state.last_event_ns = int(end[1])
     else:
-        stored = row.event()
-        aside = LedgerState(jobs={stored.job: known.state})
-        aside.apply(stored)
+        known.aside.apply(row.event())
     known.position, known.leaf = row.position, row.leaf
     known.unsaved += 1

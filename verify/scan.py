@@ -144,8 +144,8 @@ def _end(worker: subprocess.Popen[bytes]) -> None:
 
 
 def _answer(answers: IO[bytes]) -> Any:
-    """The next answer of a process, None where it died."""
+    """The next answer of a process, None where it died or what came is none."""
     try:
         return pickle.load(answers)
-    except (EOFError, pickle.UnpicklingError):
+    except Exception:  # half an answer may raise anything, as the documentation of pickle says
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import pickle
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
@@ -274,12 +275,16 @@ def _grow(block: Block, leaves: Sequence[bytes], sizes: Iterable[int]) -> None:
         block.nodes += [(level // TILE_HEIGHT, number, value) for number, value in named]
 
 
-def work(orders: BinaryIO, answers: BinaryIO) -> None:
+def work(orders: BinaryIO, answers: BinaryIO | io.RawIOBase | io.BufferedWriter) -> None:
     """Look at what another process orders, and answer with a block for each stretch.
 
     The order is one pickled object whose ``blocks`` gives them; answers are pickled too.
     """
     gc.set_threshold(RARELY)
+    if isinstance(answers, io.RawIOBase):
+        # Under PYTHONUNBUFFERED, where a process that is stopped and continued writes a part, and
+        # pickle takes it for the whole.
+        answers = io.BufferedWriter(answers)
     for block in pickle.load(orders).blocks():
         pickle.dump(block, answers, pickle.HIGHEST_PROTOCOL)
         answers.flush()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -323,4 +322,4 @@ def test_an_event_that_names_the_end_of_another_is_folded_as_what_it_is(tmp_path
     assert data.endswith(LOOK_ALIKE.encode() + b"}")
     known = folding._Known(JobState("a"), -1, b"")
     with pytest.raises(InvalidEvent, match="recorded_ns"):
-        folding._take(known, replace(row, data=data))
+        folding._take(known, row._replace(data=data))

@@ -238,11 +238,20 @@ def test_a_job_that_is_none(book: Path, monkeypatch: pytest.MonkeyPatch) -> None
         verify(f"sqlite:///{book}", job="nobody")
 
 
+@pytest.mark.parametrize(
+    "work",
+    [
+        "raise SystemExit(1)",
+        "import sys; sys.stdout.buffer.write(b'\\x80\\x04\\x95')",  # a pickle that ends too early
+        "import sys; sys.stdout.buffer.write(b'\\x80\\x04X\\x02\\0\\0\\0\\x80\\x80.')",  # no text
+        "import sys; sys.stdout.buffer.write(b'cnowhere\\nnobody\\n.')",  # no such class
+    ],
+)
 def test_processes_that_cannot_work_cost_only_time(
-    book: Path, monkeypatch: pytest.MonkeyPatch
+    work: str, book: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _a_segment_altered(book)
-    monkeypatch.setattr(scan, "_WORK", "raise SystemExit(1)")
+    monkeypatch.setattr(scan, "_WORK", work)
     assert both(book).findings
 
 

@@ -9,10 +9,13 @@ are compared with a tree built leaf by leaf, over blocks of one event up to all.
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 import shutil
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +129,40 @@ def test_in_processes_of_its_own(honest: Path, monkeypatch: pytest.MonkeyPatch) 
     attack(honest, lambda c: c.execute("DELETE FROM events WHERE position = 40"))
     assert blocks(honest, 2)[-1].last == 31
     assert not sound(honest)
+
+
+class Torn(io.RawIOBase):
+    """A pipe to whose writer something always comes in between."""
+
+    def __init__(self) -> None:
+        self.taken = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.taken += bytes(data)[:1000]
+        return min(1000, len(data))
+
+
+def test_what_a_stopped_process_writes_in_parts_comes_whole() -> None:
+    """Under PYTHONUNBUFFERED stdout takes what the system takes, and pickle does not look."""
+    orders = io.BytesIO(pickle.dumps(Answers([list(range(n)) for n in (5, 50_000, 7)])))
+    pipe = Torn()
+    scan_block.work(orders, pipe)
+    found = io.BytesIO(pipe.taken)
+    assert [len(pickle.load(found)) for _ in range(3)] == [5, 50_000, 7]
+    assert not found.read()
+
+
+@dataclass
+class Answers:
+    """Orders whose answers are given."""
+
+    listed: list[list[int]]
+
+    def blocks(self) -> Iterator[list[int]]:
+        yield from self.listed
 
 
 def test_a_process_that_cannot_work_costs_only_time(
