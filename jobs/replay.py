@@ -113,6 +113,7 @@ def reference_job(config: Mapping[str, Any] | None = None) -> Job:
         seed=int(given.get("seed", 0)),
         steps=int(given.get("iterations", 2)) or 1,
         schedules=(*SCHEDULES, *RAY_SCHEDULES),
+        partial=RAY_SCHEDULES,  # what ledger and bundles hold
         workers={**WORKERS, "trainer": trainers},
         movable=True,
         restorable=True,

@@ -297,6 +297,31 @@ def test_rows_of_csv_and_jsonl_name_the_divergence(capsys: pytest.CaptureFixture
     assert "000001/1" in out.splitlines()[1]
 
 
+def test_what_a_partial_schedule_leaves_out_is_told_and_what_it_shows_is_compared(
+    tmp_path: Path,
+) -> None:
+    def run(conditions: Conditions) -> Any:
+        wrong = conditions.seed == 1 and conditions.schedule == "recorded"
+        whole = conditions.schedule == "plain"
+        numbers = {"loss": 0.5 + wrong} | ({"gradient": 1.0} if whole else {"late": 2.0})
+        yield Step(0, [Numbers("trainer", numbers)])
+
+    job = Job(run, schedules=("plain", "recorded"), partial=("recorded",))
+    golden = tmp_path / "job.golden"
+    assert replay(job, golden=golden, update_golden=True).exit_code == 0
+    for against in (None, golden):
+        same = replay(job, Asked(schedule="recorded"), golden=against)
+        assert same.exit_code == 0, told(same)
+        assert same.notes[-1].endswith("the job does not show it: trainer number gradient")
+    other = replay(job, Asked(seed=1, schedule="recorded"))
+    assert other.divergence is not None
+    assert (other.divergence.name, other.divergence.what) == ("loss", "value")
+    not_declared = Job(run, schedules=("plain", "recorded"))
+    missing = replay(not_declared, Asked(schedule="recorded")).divergence
+    assert missing is not None
+    assert (missing.name, missing.what) == ("gradient", "missing")
+
+
 def test_missing_and_unexpected_observations_are_divergences() -> None:
     def showing(*names: str) -> Job:
         def run(conditions: Conditions) -> Any:

@@ -8,15 +8,17 @@ prints the table.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
+from tests.zoo import __main__ as zoo_command
 from tests.zoo import mutations
-from tests.zoo.__main__ import main
+from tests.zoo.__main__ import Task, main
 from tests.zoo.faults import load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
-from tests.zoo.run import run
+from tests.zoo.run import Result, run
 
 FAST = {
     "sampler_restarts": "I2",
@@ -74,6 +76,36 @@ def test_mutations_are_the_same_for_ever_and_of_all_sorts() -> None:
     assert drawn == [mutations.draw(number) for number in range(400)]
     assert set(Counter(m.operator for m in drawn)) == set(mutations.OPERATORS)
     assert {m.owner for m in drawn} == set(mutations.FUNCTIONS)
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "says"),
+    [
+        (("variant", "rolled_back", 0, 0), 0, "goals met"),
+        (("variant", "rolled_back", 0, 1), 1, "flagged honest run rolled_back"),
+        (("fault", "step_twice", 0, 1), 0, "1 of 1 caught"),
+        (("fault", "step_twice", 0, 0), 1, "missed fault E12 step_twice"),
+        (("mutation", "0", 0, 1), 0, "1 of 1 caught"),
+        (("mutation", "0", 0, 0), 1, "0 of 1 caught"),
+    ],
+)
+def test_a_missed_goal_is_exit_code_1(
+    task: Task,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of a fault, a mutation or an honest run that is caught (trigger 1) or not (0)."""
+
+    def results(*_: object) -> Iterator[tuple[Task, Result]]:
+        yield ("honest", "", 0, 0), Result("a", [0.5], 0, (), None)
+        caught = task[3] == 1
+        yield task, Result("b", [0.5], int(caught), ("I19",) * caught, 0 if caught else None)
+
+    monkeypatch.setattr(zoo_command, "results", results)
+    assert main([]) == code
+    assert says in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -19,7 +19,13 @@ from typing import Any
 
 from shiftbook.ledger.errors import ShiftbookError
 from shiftbook.verify.errors import NotRestorable
-from shiftbook.verify.replay.protocol import Conditions, ReplayJob, Start, current_component
+from shiftbook.verify.replay.protocol import (
+    Conditions,
+    ReplayJob,
+    Start,
+    current_component,
+    shows_all,
+)
 from shiftbook.verify.replay.target import load_target, reference, varied
 from shiftbook.verify.replay.trace import stack, step_lines
 
@@ -76,6 +82,7 @@ def run(folder: Path) -> None:
         header = {
             "config": dict(job.config),
             "equality": job.equality,
+            "whole": shows_all(job, conditions.schedule),
             "conditions": {
                 "seed": conditions.seed,
                 "steps": conditions.steps,

@@ -172,7 +172,9 @@ def _against_reference(runner: Runner, asked: Asked) -> Outcome:
     second = runner.run(asked)  # first, so that what cannot be run is refused at once
     first = runner.run(asked.reference)
     tolerance, notes = _calibration(runner, asked, first)
-    return _outcome(first, second, tolerance, f"a run with {first.conditions.text()}", notes=notes)
+    expected, left_out = _comparable(first, second)
+    against = f"a run with {first.conditions.text()}"
+    return _outcome(expected, second, tolerance, against, notes=(*notes, *left_out))
 
 
 def _calibration(
@@ -226,9 +228,9 @@ def _against_golden(runner: Runner, asked: Asked, golden: Path) -> Outcome:
             f"with, found {found.config_digest[:12]} ({_changed(expected.config, found.config)}); "
             "write it again with --update-golden and review the difference"
         )
-    cut = _first_steps(expected, steps)
+    cut, left_out = _comparable(_first_steps(expected, steps), found)
     used = tolerance if expected.equality == "tolerance" else None
-    outcome = _outcome(cut, found, used, f"the golden trace {golden}")
+    outcome = _outcome(cut, found, used, f"the golden trace {golden}", notes=left_out)
     if outcome.divergence is not None and expected.stack != found.stack and used is None:
         return replace(
             outcome,
@@ -277,15 +279,19 @@ def _against_ledger(
     with Runner(target, limit_s=limit_s) as runner:
         runner.with_config(target, recorded.opened.config)
         found = runner.run(replace(asked, seed=run.seed, steps=steps))
-    shared, left_out = shown_by(found, _first_steps(expected, steps))
+    shared, notes = _comparable(_first_steps(expected, steps), replace(found, whole=False))
+    against = f"the record of {recorded.name} in {expected.source}"
+    return _outcome(shared, found, None, against, notes=notes)
+
+
+def _comparable(expected: Trace, found: Trace) -> tuple[Trace, tuple[str, ...]]:
+    """What of the expected trace a run of a job shows that may show a part alone, and a note on the
+    rest."""
+    if found.whole:
+        return expected, ()
+    shared, left_out = shown_by(found, expected)
     note = f"not compared, since the job does not show it: {', '.join(left_out)}"
-    return _outcome(
-        shared,
-        found,
-        None,
-        f"the record of {recorded.name} in {expected.source}",
-        notes=(note,) if left_out else (),
-    )
+    return replace(shared, whole=False), (note,) if left_out else ()
 
 
 def shown_by(found: Trace, record: Trace) -> tuple[Trace, list[str]]:

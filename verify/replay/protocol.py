@@ -185,6 +185,14 @@ class Job:
     config: Mapping[str, Any] = field(default_factory=dict)
     restorable: bool = False
     """True when it can begin at ``conditions.start``: what a shadow of a live run needs."""
+    partial: Sequence[str] = ()
+    """Schedules under which it shows less than under the first one: what it leaves out is told, and
+    is no divergence."""
+
+
+def shows_all(job: ReplayJob, schedule: str) -> bool:
+    """False under a schedule of which the job says that it shows a part alone."""
+    return schedule not in getattr(job, "partial", ())
 
 
 def state_bytes(state: Any) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 from shiftbook.verify import errors
 from shiftbook.verify.errors import ReplayError, ReplayFailed
 from shiftbook.verify.replay.child import ERROR, REQUEST, TENSORS, TRACE
-from shiftbook.verify.replay.protocol import Conditions, ReplayJob, Start
+from shiftbook.verify.replay.protocol import Conditions, ReplayJob, Start, shows_all
 from shiftbook.verify.replay.trace import Line, Trace, stack, step_lines
 
 LIMIT_S = 900.0
@@ -149,6 +149,7 @@ def read_trace(path: Path, target: str) -> Trace:
         target=target,
         config=header["config"],
         equality=header["equality"],
+        whole=header["whole"],
         conditions=Conditions(**{**header["conditions"], "start": start}),
         stack=header["stack"],
         lines=lines,
@@ -163,4 +164,12 @@ def run_here(
     if keep:
         tensors.mkdir(parents=True)
     lines = tuple(step_lines(job.run(conditions), tensors if keep else None))
-    return Trace(target, dict(job.config), job.equality, conditions, stack(), lines)
+    return Trace(
+        target,
+        dict(job.config),
+        job.equality,
+        conditions,
+        stack(),
+        lines,
+        whole=shows_all(job, conditions.schedule),
+    )
