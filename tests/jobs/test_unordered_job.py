@@ -124,7 +124,7 @@ def test_a_move_within_an_update_loses_nothing_and_stays_within_rounding(tmp_pat
         moved(tmp_path / reduction, reduction) for reduction in ("tree", "unordered")
     )
     assert loose["tokens"] == tree["tokens"]
-    assert loose["grad_norm"] == pytest.approx(tree["grad_norm"], rel=1e-5)
+    assert loose["grad_norm"] == pytest.approx(tree["grad_norm"], rel=1e-7)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-5)
     print("equal bits:", fingerprint_tensors(expected) == fingerprint_tensors(found))
@@ -145,7 +145,7 @@ def test_the_plan_says_so_and_nothing_promises_bits(tmp_path: Path) -> None:
     fast = place.config("fast", reduction="unordered")
     plan = plan_of(fast)
     assert plan.update.reduction == plan.view().reduction == "unordered"
-    assert plan.tolerances == {"replay": 1e-3}
+    assert plan.tolerances == {"replay": 1e-5}
     assert opened(fast, devices).replay is None
     with pytest.raises(InvalidInput, match="fixed tree, found the reduction 'unordered'"):
         reference_job(fast.model_dump())

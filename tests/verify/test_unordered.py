@@ -64,7 +64,7 @@ def shown(
 
 @pytest.mark.parametrize(
     ("tolerances", "factor", "found"),
-    [({}, 1.0005, False), ({}, 1.01, True), ({"replay": 0.1}, 1.01, False), ({}, -1.0, True)],
+    [({}, 1.000005, False), ({}, 1.01, True), ({"replay": 0.1}, 1.01, False), ({}, -1.0, True)],
 )
 def test_norms_may_differ_by_the_tolerance(
     honest: Run, tolerances: dict[str, float], factor: float, found: bool
@@ -79,7 +79,7 @@ def test_norms_may_differ_by_the_tolerance(
     assert invariant.row(SimpleNamespace()).status != "nothing to check"  # type: ignore[arg-type]
     if found:
         assert (findings[0].position, findings[0].severity) == (5, "stop")
-        assert "within 0.001" in findings[0].expected
+        assert "within 1e-05" in findings[0].expected
         assert 1 in findings[0].positions
 
 
