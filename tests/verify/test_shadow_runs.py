@@ -255,7 +255,7 @@ def test_bad_input_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFi
         return live
 
     for live, says in (
-        (made("stranger", replay=None), "recorded by mine:main"),
+        (made("stranger", replay=None), "its program is mine:main"),
         (made("no-plan", shadow=None), '"shadow": {"every_iterations": N'),
         (made("no-module", replay="nowhere.at_all:job"), "expected a module nowhere.at_all"),
     ):
