@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from shiftbook.checkpoint.manifest import (
     FileRange,
     FileRecord,
     PartRecord,
+    TensorRecord,
     check_part,
     encode_manifest,
     sha256_ranges,
@@ -57,6 +58,8 @@ __all__ = [
 
 Parts = Mapping[str, Mapping[str, Tensor]]
 _THREADS = 4  # they wait for the disk or hash without the interpreter lock
+FIELD_PARTS = ("rng", "sampler", "scheduler", "controllers")
+"""Parts of the state that stand in the manifest itself."""
 _PART_NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
 
 
@@ -67,18 +70,22 @@ def save_bundle(
     *,
     kinds: Mapping[str, str] | None = None,
     external: Mapping[str, PartRecord] | None = None,
+    declared: Collection[str] | None = None,
 ) -> SavedBundle:
     """Save tensors by part and name as one bundle; on return it is complete and durable.
 
     `kinds` says what a part is where its name does not. `external` names parts that stand in
-    files which bundles share (see `external_part`) and are not written again. Fingerprints are
+    files which bundles share (see `external_part`) and are not written again. `declared` says which
+    parts a bundle of this job has, those of `FIELD_PARTS` included: then none is left out, or
+    added, by accident. Fingerprints are
     taken from the tensors as they are during the call, not from the files. The caller is the only
     process that saves this state. Raises BundleWriteFailed when the disk refuses; then nothing
     of the bundle is left and earlier ones stand.
     """
-    checked = _fields(fields)
+    checked = bundle_fields(fields)
     shared = dict(external or {})
-    _check_part_names(parts, shared)
+    check_part_names(parts, shared)
+    check_declared(checked, {*parts, *shared}, declared)
     with shelf_lock(root_dir) as shelf:
         folder: Path | None = None
         try:
@@ -91,7 +98,7 @@ def save_bundle(
         except BaseException as error:
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)
-            cause = _disk_error(error)
+            cause = disk_error(error)
             if cause is None:
                 raise
             raise BundleWriteFailed(
@@ -103,7 +110,8 @@ def save_bundle(
     return SavedBundle(folder, manifest)
 
 
-def _fields(fields: BundleFields | Mapping[str, Any]) -> BundleFields:
+def bundle_fields(fields: BundleFields | Mapping[str, Any]) -> BundleFields:
+    """What the caller says about the state, checked. Raises BundleError."""
     if isinstance(fields, BundleFields):
         return fields
     try:
@@ -133,6 +141,20 @@ def _write(
         for part, members in parts.items()
     }
     index = _save_tensors(state_folder, state)
+    return complete_folder(folder, fields, records, kinds, external, index)
+
+
+def complete_folder(
+    folder: Path,
+    fields: BundleFields,
+    records: Mapping[str, dict[str, TensorRecord]],
+    kinds: Mapping[str, str],
+    external: Mapping[str, PartRecord],
+    index: Metadata,
+) -> BundleManifest:
+    """Hash and sync what was saved and described, and write the manifest last."""
+    state_folder = folder / STATE_FOLDER
+    parts = records
     ranges = {part: _ranges(index, part) for part in parts}
     written = sorted(state_folder.iterdir())
     with ThreadPoolExecutor(_THREADS) as pool:  # the disk syncs while the bytes are hashed
@@ -210,7 +232,24 @@ def _ranges(index: Metadata, part: str) -> tuple[FileRange, ...]:
     return tuple(joined)
 
 
-def _check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
+def check_declared(
+    fields: BundleFields, parts: Collection[str], declared: Collection[str] | None
+) -> None:
+    """Raise BundleError where a declared part is absent, or another one is there."""
+    if declared is None:
+        return
+    found = {*parts, *(name for name in FIELD_PARTS if getattr(fields, name))}
+    absent, further = sorted(set(declared) - found), sorted(found - set(declared))
+    if absent or further:
+        raise BundleError(
+            f"expected the declared parts ({', '.join(sorted(declared))}), found absent {absent}, "
+            f"further {further}; save them all, or declare what this job's bundles hold",
+            part=(absent or further)[0],
+        )
+
+
+def check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
+    """Raise BundleError for a part without tensors, or given twice, or with another name."""
     for name in [*parts, *external]:
         if not _PART_NAME.match(name):
             raise BundleError(
@@ -226,7 +265,7 @@ def _check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
             )
 
 
-def _disk_error(error: BaseException | None) -> OSError | None:
+def disk_error(error: BaseException | None) -> OSError | None:
     """The operating system's error behind what the savers wrap around it, if there is one."""
     if error is None or isinstance(error, BundleError):
         return None
@@ -234,7 +273,7 @@ def _disk_error(error: BaseException | None) -> OSError | None:
         return error
     wrapped = [failure[0] for failure in getattr(error, "failures", {}).values()]
     for inner in (*wrapped, error.__cause__, error.__context__):
-        found = _disk_error(inner)
+        found = disk_error(inner)
         if found is not None:
             return found
     return None

@@ -66,21 +66,7 @@ def _read_saved(
     folder: Path, manifest: BundleManifest, parts: list[str]
 ) -> dict[str, dict[str, Tensor]]:
     """Load parts through the distributed checkpoint, its index checked against the manifest."""
-    entry = manifest.files.get(INDEX_FILE)
-    # The index is a pickle: its digest is checked before it is opened.
-    if entry is None or entry.sha256 is None:
-        raise _refusal(PartMissing, folder, parts[0], "expected the index of the saved tensors")
-    check_size(folder / INDEX_FILE, entry.bytes, folder, INDEX_OWNER)
-    whole = (FileRange(file=INDEX_FILE, offset=0, bytes=entry.bytes),)
-    if sha256_ranges(folder, whole) != entry.sha256:
-        raise _refusal(PartDamaged, folder, INDEX_OWNER, "its bytes changed after the save")
-    reader = dcp.FileSystemReader(folder / STATE_FOLDER)
-    try:
-        index = reader.read_metadata()
-    except Exception as error:
-        raise _refusal(PartDamaged, folder, INDEX_OWNER, f"it cannot be read ({error})") from error
-    for part in parts:
-        _check_index(folder, part, manifest.parts[part], index)
+    reader = check_index(folder, manifest, parts)
     state = {
         f"{part}/{name}": torch.empty(record.shape, dtype=getattr(torch, record.dtype))
         for part in parts
@@ -98,6 +84,26 @@ def _read_saved(
         part: {name: state[f"{part}/{name}"] for name in manifest.parts[part].tensors}
         for part in parts
     }
+
+
+def check_index(folder: Path, manifest: BundleManifest, parts: list[str]) -> dcp.FileSystemReader:
+    """Check the index of the saved tensors against the manifest; the reader of those files."""
+    entry = manifest.files.get(INDEX_FILE)
+    # The index is a pickle: its digest is checked before it is opened.
+    if entry is None or entry.sha256 is None:
+        raise _refusal(PartMissing, folder, parts[0], "expected the index of the saved tensors")
+    check_size(folder / INDEX_FILE, entry.bytes, folder, INDEX_OWNER)
+    whole = (FileRange(file=INDEX_FILE, offset=0, bytes=entry.bytes),)
+    if sha256_ranges(folder, whole) != entry.sha256:
+        raise _refusal(PartDamaged, folder, INDEX_OWNER, "its bytes changed after the save")
+    reader = dcp.FileSystemReader(folder / STATE_FOLDER)
+    try:
+        index = reader.read_metadata()
+    except Exception as error:
+        raise _refusal(PartDamaged, folder, INDEX_OWNER, f"it cannot be read ({error})") from error
+    for part in parts:
+        _check_index(folder, part, manifest.parts[part], index)
+    return reader
 
 
 def _check_index(folder: Path, name: str, part: PartRecord, index: Metadata) -> None:

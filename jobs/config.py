@@ -79,6 +79,9 @@ DATASET_SIZE = 4096
 Schedule = Literal["dynamic", "static", "timeshared"]
 SyncEncoding = Literal["full", "patch"]
 
+BUNDLE_PARTS = ("model", "masters", "optimizer", "reference", "sampler", "scheduler")
+"""What a bundle of this job holds: no save leaves one out, or adds one, by accident."""
+
 
 class JobConfig(BaseModel):
     """Everything that the job's result depends on, and where it runs."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftbook.checkpoint.bundle import external_part, save_bundle
-from shiftbook.jobs.config import JobConfig
+from shiftbook.jobs.config import BUNDLE_PARTS, JobConfig
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.ledger import Ledger
 
@@ -68,6 +68,7 @@ def first_bundle(config: JobConfig, attempt: str) -> dict[str, Any]:
             "optimizer": Adam(masters).tensors(masters),
         },
         external={"reference": external_part(path, kind="reference", root_dir=config.bundles)},
+        declared=BUNDLE_PARTS,
     )
     return {
         "bundle": saved.bundle_id,

@@ -17,6 +17,7 @@ from shiftbook.checkpoint.live import LiveSnapshot
 from shiftbook.checkpoint.manifest import load_manifest
 from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 from shiftbook.jobs.components import one_thread
+from shiftbook.jobs.config import BUNDLE_PARTS
 from shiftbook.jobs.errors import JobError, TrainingError
 from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss
 from shiftbook.jobs.half_done import gather, half_done, prints_of
@@ -286,7 +287,11 @@ class TrainerWorker:
             "scheduler": {"step": state.adam.updates},
         }
         saved = save_bundle(
-            root_dir, fields, state.parts(), external={"reference": self._reference}
+            root_dir,
+            fields,
+            state.parts(),
+            external={"reference": self._reference},
+            declared=BUNDLE_PARTS,
         )
         return {
             "bundle": saved.bundle_id,
