@@ -99,6 +99,11 @@ def _progress() -> Any:
 @click.option(
     "--integrity-only", is_flag=True, help="Check stored bytes and evidence, no invariant."
 )
+@click.option(
+    "--so-far",
+    is_flag=True,
+    help="Judge jobs that are not closed as far as they are recorded, instead of exit code 2.",
+)
 @click.option("--record", "record_", is_flag=True, help="Write the verdict into the ledger.")
 @click.option(
     "--follow",
@@ -122,6 +127,7 @@ def verify(
     keys: tuple[str, ...],
     require_signed: bool,
     integrity_only: bool,
+    so_far: bool,
     record_: bool,
     follow_: bool,
     freeze: bool,
@@ -136,7 +142,7 @@ def verify(
     enters safe mode: it trains on, and nothing moves until an operator thaws it.
 
     Exit code 0: clean. 1: findings. 2: could not judge, which includes that a required invariant
-    was not checked.
+    was not checked, and that a job is not closed where neither --until nor --so-far asks for less.
     """
     from shiftbook.verify import verdict as verdicts
     from shiftbook.verify.heads import Outside
@@ -183,6 +189,7 @@ def verify(
                 on_event=on_event,
                 evidence=evidence,
                 integrity_only=integrity_only,
+                require_closed=until is None and not so_far,
             )
     _print(verdict, format_)
     if record_:

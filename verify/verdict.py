@@ -104,11 +104,13 @@ def verify(
     on_event: Callable[[int], None] | None = None,
     evidence: str | None = None,
     integrity_only: bool = False,
+    require_closed: bool = False,
 ) -> Verdict:
     """Verify a ledger or an archive, or one job of it, to its end or ``until``. Only reads.
 
     ``outside`` are heads from outside the database and verifier keys, to hold against it;
-    ``require_signed`` makes events after the last of these heads a reason why it could not judge.
+    ``require_signed`` makes events after the last of these heads a reason why it could not judge,
+    ``require_closed`` a judged job that is not closed: what is clean so far may go wrong yet.
     ``integrity_only`` asks for the stored bytes and heads alone; an archive that does not begin at
     0 allows no other question, and no head. ``evidence`` is the folder of the segments or its URL
     (default: beside the ledger, or inside the archive). ``on_finding`` is called with each finding
@@ -139,7 +141,9 @@ def verify(
         if integrity_only or first:
             asked = integrity_only
             return _bytes_verdict(url, report, first, asked, signed, require_signed, key_given)
-        return _verdict(url, job, report, judgement, signed, require_signed, key_given)
+        return _verdict(
+            url, job, report, judgement, signed, require_signed, key_given, require_closed
+        )
 
 
 def follow(
@@ -257,6 +261,7 @@ def _verdict(
     signed: HeadReport,
     require_signed: bool,
     key_given: bool,
+    require_closed: bool = False,
 ) -> Verdict:
     broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
     if signed.sound is not None and signed.sound <= report.sound_until:
@@ -280,7 +285,13 @@ def _verdict(
             "nothing"
         )
     for name, judged in judgement.jobs.items():
-        if not judged.closed:
+        if not judged.closed and require_closed:
+            could_not.append(
+                f"expected a job that has ended, found that {name} is not closed at position "
+                f"{report.sound_until}; it is running, or it died: --so-far judges it as far as it "
+                "is recorded, --follow to its end"
+            )
+        elif not judged.closed:
             notes.append(
                 f"{name} is not closed at position {report.sound_until}: it was judged as far as "
                 "it is recorded; --follow judges it to its end"

@@ -76,6 +76,30 @@ def test_a_clean_verdict_is_a_table_of_what_was_checked(
     assert honest.read_bytes() == before
 
 
+def test_a_job_that_is_not_closed_is_no_clean_run(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job that is running, or died, ends with 2 unless it is asked how it stands, or is found
+    wrong already."""
+    del run.entries[run.at("JobClosed", 0) :]
+    url = str(tmp_path / "running.db")
+    run.write(Path(url))
+    code, out, err = call(capsys, url)
+    assert (code, err) == (2, "")
+    assert "could not judge" in out
+    assert "expected a job that has ended, found that demo is not closed at position" in out
+    assert "--so-far judges it as far as it is recorded" in out
+    code, out, _ = call(capsys, url, "--so-far")
+    assert code == 0
+    assert "note: demo is not closed at position" in out
+    assert call(capsys, url, "--until", "60")[0] == 0
+    assert call(capsys, url, "--integrity-only")[0] == 0
+    run.get("UpdateApplied", 1).change(learning_rate=9.0)
+    url = str(tmp_path / "wrong.db")
+    run.write(Path(url))
+    assert call(capsys, url)[0] == 1
+
+
 def test_findings_are_told_as_a_story(faulty: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, "--ledger", str(faulty), "--job", JOB)
     assert code == 1
