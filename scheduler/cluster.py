@@ -169,6 +169,7 @@ def start_head(slots: int) -> ClusterFile:
     ]
     if not Path(command[0]).exists():
         command[:1] = [sys.executable, "-m", "ray.scripts.scripts"]
+    cluster = ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
     try:
         done = subprocess.run(
             command,
@@ -180,14 +181,16 @@ def start_head(slots: int) -> ClusterFile:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
+        stop_head(cluster)  # what had come up by then would stay
         raise ClusterError(
             f"expected a Ray node within {START_LIMIT_S:.0f} s, found none; "
             "free some memory, or stop other clusters with `ray stop`"
         ) from error
     if done.returncode != 0:
+        stop_head(cluster)
         tail = done.stdout.decode(errors="replace").strip().splitlines()[-3:]
         raise ClusterError(f"the Ray head did not start: {' / '.join(tail)}")
-    return ClusterFile(f"127.0.0.1:{port}", str(token_path), str(temp_dir), slots)
+    return cluster
 
 
 def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:
