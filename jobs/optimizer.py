@@ -20,6 +20,15 @@ BETA2 = 0.95
 EPSILON = 1e-8
 
 
+def _root(values: Tensor) -> Tensor:
+    """Square roots, in a new tensor.
+
+    On a CPU numpy's, which is the processor's own, rounded as IEEE 754 says. torch's is of MKL's
+    vector library there: its last bits differ between processors, MKL_CBWR or not.
+    """
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.is_cpu else values.sqrt()
+
+
 class Adam(torch.optim.Optimizer):
     """Moments by master (float32), zero at first, and one count of the updates done."""
 
@@ -48,10 +57,7 @@ class Adam(torch.optim.Optimizer):
             mean, square = self.state[master]["exp_avg"], self.state[master]["exp_avg_sq"]
             mean.mul_(BETA1).add_(gradient, alpha=1.0 - BETA1)
             square.mul_(BETA2).addcmul_(gradient, gradient, value=1.0 - BETA2)
-            # numpy's root is the processor's own, rounded as IEEE 754 says. torch's is of MKL's
-            # vector library: its last bits differ between processors, MKL_CBWR or not.
-            denominator = torch.from_numpy(np.sqrt(square.numpy()))
-            denominator.div_(correction2).add_(EPSILON)
+            denominator = _root(square).div_(correction2).add_(EPSILON)
             master.addcdiv_(mean, denominator, value=-settings["lr"] / correction1)
 
     def tensors(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
