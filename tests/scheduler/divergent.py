@@ -55,7 +55,7 @@ def keeping_first_values(engine: TorchEngine) -> Callable[[], None]:
             if lane is not None and lane is not before[index]:
                 kernel.forget(index)
                 kernel._bias[index, :, 0] = 0.0
-                lane.fed = 1
+                lane.fed, lane.salt = 1, engine._salt
 
     def loaded() -> None:
         new = engine._loaded()
