@@ -17,7 +17,7 @@ from shiftbook.ledger.events.sync import WeightSyncDelivered
 from tests.scheduler.conftest import OnRay
 from tests.scheduler.waiting import until
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 MOVE_SEED = 20261
 RATE = 3e-6
