@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import (
@@ -48,16 +51,32 @@ def refusal(act: Any, *arguments: Any, **how: Any) -> str:
     return ""
 
 
+def die(*_: Any) -> Any:
+    """What a process does instead of writing its shards."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
-    """`save` by 2 processes under FSDP2, or `load` by 4 under tensor parallel and FSDP2."""
+    """`save` by 2 processes under FSDP2, or `load` by 4 under tensor parallel and FSDP2.
+
+    `killed` saves once, and then again while one process is killed as it begins to write.
+    """
     act, rank, world, store, shelf = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:6]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
     answer: dict[str, Any] = {}
-    if act == "save":
+    if act in ("save", "killed"):
         sharded = model(11)
         fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
         parts = parts_of(sharded, 3.0)
+    if act == "killed":
+        save_sharded(shelf, fields(1), parts)
+        if rank == int(sys.argv[6]):
+            dcp.FileSystemWriter.write_data = die  # type: ignore[method-assign]
+        answer["said"] = refusal(save_sharded, shelf, fields(2), parts)
+        print(json.dumps(answer), flush=True)
+        os._exit(0)  # the group cannot be left in order: one is gone
+    elif act == "save":
         answer["undeclared"] = refusal(
             save_sharded, shelf, fields(1), parts, declared=["model", "optimizer"]
         )

@@ -8,6 +8,7 @@ the background is overtaken by training, and by a disk that refuses.
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -30,8 +31,8 @@ from tests.checkpoint.bundle_states import fields, same_bits, state
 torch.set_num_threads(1)
 
 
-def world(act: str, size: int, *words: str) -> list[dict[str, Any]]:
-    """The answers of all processes."""
+def world(act: str, size: int, *words: str, killed: int | None = None) -> list[dict[str, Any]]:
+    """The answers of all processes but one that is killed."""
     command = [sys.executable, "-m", sharded_rank.__name__, act]
     ranks = [
         subprocess.Popen(
@@ -43,10 +44,11 @@ def world(act: str, size: int, *words: str) -> list[dict[str, Any]]:
         for rank in range(size)
     ]
     answers = []
-    for process in ranks:
+    for rank, process in enumerate(ranks):
         out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        answers.append(json.loads(out))
+        assert process.returncode == (-signal.SIGKILL if rank == killed else 0), err
+        if rank != killed:
+            answers.append(json.loads(out))
     return answers
 
 
@@ -94,6 +96,27 @@ def test_two_processes_save_and_four_and_one_restore(tmp_path: Path) -> None:
     for answer in world("load", 4, str(tmp_path / "store-2"), str(shelf), str(path), "damaged"):
         assert answer["damaged"].startswith("PartDamaged")
         assert answer["fingerprints"] == before  # nothing was loaded
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_leaves_no_half_bundle(victim: int, tmp_path: Path) -> None:
+    """One of two is killed as it begins to write: the other one says so, the bundle before it is
+    the latest and whole, and the next save stands."""
+    shelf = tmp_path / "shelf"
+    (told,) = world("killed", 2, str(tmp_path / "store"), str(shelf), str(victim), killed=victim)
+    assert told["said"].startswith("BundleWriteFailed")
+    latest = latest_bundle(shelf)
+    assert latest is not None
+    assert latest.manifest.iteration == 1
+    expected = sharded_rank.parts_of(sharded_rank.model(11), 3.0)
+    back = restore_bundle(latest.path)
+    for part, members in expected.items():
+        assert all(same_bits(back[part][n], t.detach()) for n, t in members.items())
+    saved = save_sharded(shelf, fields(2), expected)
+    again = latest_bundle(shelf)
+    assert again is not None
+    assert again.bundle_id == saved.bundle_id
+    assert len(list(shelf.glob("*incoming*"))) == 0
 
 
 def test_one_process_alone_saves_the_same(tmp_path: Path) -> None:
