@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shiftbook.checkpoint.elastic import GroupLoss, Place, VirtualRanks, fp32_masters
+from tests.checkpoint.process_end import end_process
 
 PROCESSES = 4
 GROUPS = 8
@@ -144,6 +145,7 @@ def main() -> None:
             run(command, rank, store)
         sys.stdout.write("done\n")
         sys.stdout.flush()
+    end_process()
 
 
 if __name__ == "__main__":

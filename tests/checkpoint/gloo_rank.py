@@ -19,6 +19,7 @@ from shiftbook.checkpoint.virtual_ranks import (
     VirtualRankPlan,
     all_reduce_tree,
 )
+from tests.checkpoint.process_end import end_process
 
 SIZE = 20_011
 GROUPS = 16
@@ -64,6 +65,7 @@ def main() -> None:
         run(json.loads(line), store)
         sys.stdout.write("done\n")
         sys.stdout.flush()
+    end_process()
 
 
 if __name__ == "__main__":

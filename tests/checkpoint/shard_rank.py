@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 from shiftbook.checkpoint.errors import FingerprintError
 from shiftbook.checkpoint.shards import distributed_fingerprints
+from tests.checkpoint.process_end import end_process
 
 
 def model() -> torch.nn.Sequential:
@@ -43,6 +44,7 @@ def main() -> None:
         refused = str(error)
     print(json.dumps({"fingerprints": found, "refused": refused}))
     dist.destroy_process_group()
+    end_process()
 
 
 if __name__ == "__main__":

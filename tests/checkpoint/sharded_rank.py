@@ -24,6 +24,7 @@ from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.sharded_bundle import restore_into, save_sharded
 from shiftbook.checkpoint.shards import distributed_fingerprints
 from tests.checkpoint.bundle_states import fields
+from tests.checkpoint.process_end import end_process
 
 
 def model(seed: int) -> torch.nn.Sequential:
@@ -74,8 +75,8 @@ def main() -> None:
         if rank == int(sys.argv[6]):
             dcp.FileSystemWriter.write_data = die  # type: ignore[method-assign]
         answer["said"] = refusal(save_sharded, shelf, fields(2), parts)
-        print(json.dumps(answer), flush=True)
-        os._exit(0)  # the group cannot be left in order: one is gone
+        print(json.dumps(answer))
+        end_process()  # the group cannot be left in order: one is gone
     elif act == "save":
         answer["undeclared"] = refusal(
             save_sharded, shelf, fields(1), parts, declared=["model", "optimizer"]
@@ -100,6 +101,7 @@ def main() -> None:
         answer["fingerprints"] = distributed_fingerprints(flat)
     print(json.dumps(answer))
     dist.destroy_process_group()
+    end_process()
 
 
 if __name__ == "__main__":
