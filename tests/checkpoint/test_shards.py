@@ -77,7 +77,7 @@ def test_four_processes_with_fsdp2_agree_with_one(tmp_path: Path) -> None:
     """FSDP2 over 2 ranks and tensor parallel over 2; a rank with another tensor is refused."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, shard_rank.__file__, str(rank), "4", str(tmp_path / "store")],
+            [sys.executable, "-m", shard_rank.__name__, str(rank), "4", str(tmp_path / "store")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
