@@ -136,6 +136,8 @@ class BatchIterator(Iterator[list[Draw]]):
             "sampler": self.batches.sampler.state().plain(),
             "size": self.batches.size,
             "groups": self.batches.plan.groups_per_iteration,
+            "rank": self.batches.place.rank,
+            "world": self.batches.place.world,
             "update": self.update,
             "left": list(self.left),
         }
@@ -156,16 +158,23 @@ class BatchIterator(Iterator[list[Draw]]):
                     f"loader state of other groups: expected {name} {mine[name]}, found "
                     f"{found[name]}; build it from the same plan"
                 )
+        for name in ("rank", "world"):
+            if found.get(name) != mine[name]:
+                raise SamplerStateError(
+                    f"loader state of another place: expected {name} {mine[name]}, found "
+                    f"{found.get(name)}; it does not know which groups the others took, so after a "
+                    "resize use begin(trainer.updates, trainer.place, trainer.missing())"
+                )
         self.update = int(state["update"])
-        owned = set(self.batches.groups())
-        self.left = [int(group) for group in state["left"] if int(group) in owned]
+        self.left = [int(group) for group in state["left"]]
 
 
 class ResumableLoader:
     """A ``torch.utils.data.DataLoader`` whose state is what its consumer took, batch by batch.
 
     Batches that workers fetched ahead are not in the state: they are fetched again. ``options`` are
-    those of ``DataLoader`` (num_workers, prefetch_factor, pin_memory, …).
+    those of ``DataLoader`` (num_workers, prefetch_factor, pin_memory, …) but ``in_order=False``:
+    which batch comes next would depend on which worker is faster.
     """
 
     def __init__(
@@ -177,6 +186,7 @@ class ResumableLoader:
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         **options: Any,
     ) -> None:
+        _check_in_order(options)
         self.batches = batches
         self._ahead = _Ahead(batches)
         self._loader: DataLoader[Any] = DataLoader(
@@ -215,6 +225,14 @@ class ResumableLoader:
         self._taken.load_state_dict(state)
 
 
+def _check_in_order(options: Mapping[str, Any]) -> None:
+    if not options.get("in_order", True):
+        raise SamplerStateError(
+            "expected batches in their declared order, found in_order=False; leave it out, or what "
+            "was taken cannot be told from what is still to come"
+        )
+
+
 class _Ahead(TorchSampler[list[Draw]]):
     """The batches as the loader draws them, ahead of its consumer."""
 
@@ -246,6 +264,7 @@ def stateful_loader(
     """
     from torchdata.stateful_dataloader import StatefulDataLoader
 
+    _check_in_order(options)
     return StatefulDataLoader(
         DrawnData(dataset, seed),
         batch_sampler=batches,

@@ -131,7 +131,7 @@ def _spread_state(
                 accumulators={"numbers": trainer.numbers()},
             )
         )
-    snapshot = _unpacked(_broadcast(group, blob, source))
+    snapshot = _unpacked(_broadcast(group, blob, source), trainer)
     if stale:
         trainer.load(snapshot.tensors, snapshot.policy_version)
         trainer.load_numbers(snapshot.accumulators["numbers"])
@@ -161,7 +161,7 @@ def _pieces(
             )
         received = _broadcast(group, blob, source)
         if rank != source:
-            pieces.append(_unpacked(received).accumulators)
+            pieces.append(_unpacked(received, trainer).accumulators)
     return pieces
 
 
@@ -171,9 +171,11 @@ def _packed(snapshot: LiveSnapshot) -> bytes:
     return stream.getvalue()
 
 
-def _unpacked(blob: bytes) -> LiveSnapshot:
-    """The snapshot, its tensors checked against the fingerprints taken at the source."""
-    snapshot = LiveSnapshot(**torch.load(io.BytesIO(blob), weights_only=True))
+def _unpacked(blob: bytes, trainer: VirtualRanks) -> LiveSnapshot:
+    """The snapshot on the trainer's device, which need not be named as the source's is; its tensors
+    are checked against the fingerprints taken at the source."""
+    device = next(trainer.model.parameters()).device
+    snapshot = LiveSnapshot(**torch.load(io.BytesIO(blob), map_location=device, weights_only=True))
     snapshot.check()
     return snapshot
 

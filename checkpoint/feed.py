@@ -67,9 +67,8 @@ class Feed:
 
     def bundle_fields(self) -> dict[str, Any]:
         """The same as the fields ``sampler`` and ``in_flight_uids`` of a bundle."""
-        state = self.sampler.state()
         return {
-            "sampler": {"epoch": state.epoch, "position": state.position},
+            "sampler": self.sampler.state().plain(),
             "in_flight_uids": tuple(
                 uid(draw.ordinal, member)
                 for draw in self.in_flight
@@ -88,9 +87,13 @@ class Feed:
         self._bring_back([int(ordinal) for ordinal in state["in_flight"]], before)
 
     def restore_bundle(self, fields: Mapping[str, Any]) -> None:
-        """Go on from what ``bundle_fields`` gave, as a manifest holds it."""
+        """Go on from what ``bundle_fields`` gave, as a manifest holds it.
+
+        SamplerStateError for the cursor of another order, where the cursor names its order.
+        """
         before = self.sampler.state()
-        self.sampler.seek(fields["sampler"]["epoch"], fields["sampler"]["position"])
+        named = {name: value for name, value in fields["sampler"].items() if value is not None}
+        self.sampler.restore({**before.plain(), **named})
         ordinals = {int(uid.partition("/")[0]) for uid in fields["in_flight_uids"]}
         self._bring_back(sorted(ordinals), before)
 

@@ -77,11 +77,19 @@ class PartRecord(_Record):
 
 
 class SamplerCursor(_Record):
-    """Where the declared sampler stands: the draw that comes next."""
+    """Where the declared sampler stands: the draw that comes next, and in which order.
+
+    ``mixture`` is the SHA-256 of a declared mixture, "" without one. A cursor without its order
+    fits any sampler, which is all that can be said of it.
+    """
 
     epoch: Count
     position: Count
     unit: Literal["samples"] = "samples"
+    rule: str | None = None
+    seed: int | None = None
+    size: Count | None = None
+    mixture: str | None = None
 
 
 class BundleFields(_Record):

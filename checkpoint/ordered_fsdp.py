@@ -173,7 +173,8 @@ class ShardedRanks:
                 "that a forward uses more than once, or not in every group, is to be sharded with "
                 "the module around it and not by itself"
             )
-        weight = torch.tensor([self._weight])
+        device = next(iter(self.parameters.values())).to_local().device
+        weight = torch.tensor([self._weight], device=device)
         dist.all_reduce(weight, group=self.group)
         total = int(weight)
         for parameter in self.parameters.values():

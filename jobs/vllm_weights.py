@@ -67,7 +67,9 @@ def close_reload(worker: Any) -> None:
 
 def _by_identity(module: Any, method: Any, width: int) -> Tensor:
     """Matrix [out, in] of a layer, from its answers to the rows of the identity."""
-    rows = torch.eye(width, dtype=torch.float32)
+    # Prepacked weights on a CPU may be no parameters any more.
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    rows = torch.eye(width, dtype=torch.float32, device=device)
     answer: Tensor = method.apply(module, rows, bias=None)
     return answer.t().contiguous()
 

@@ -76,7 +76,8 @@ class _Wire:
         if backend == "nccl":
             self._device = torch.device("cuda", torch.cuda.current_device())
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = self._limit
+            # Its watchdog ends the process after this; a source waits longest for a question.
+            options._timeout = max(self._limit, _LONG)
             self._group = dist.ProcessGroupNCCL(store, place, 2, options)
         else:
             self._group = dist.ProcessGroupGloo(store, place, 2, self._limit)

@@ -150,6 +150,30 @@ def test_torchdatas_loader_refuses_the_state_of_another_order() -> None:
         iter(again)
 
 
+@given(st.integers(0, 24), st.sampled_from([(4, 1), (4, 2), (2, 4), (1, 2), (2, 2)]))
+def test_a_place_does_not_go_on_from_the_state_of_another(
+    cut: int, worlds: tuple[int, int]
+) -> None:
+    """Which groups the others took is in no place's state: a resize says what is missing."""
+    before, after = worlds
+    for rank in range(before):
+        iterator = BatchIterator(batches(Place(rank, before)))
+        list(islice(iterator, cut // before))
+        saved = json.loads(json.dumps(iterator.state_dict()))
+        for other in range(after):
+            if (rank, before) == (other, after):
+                continue
+            with pytest.raises(SamplerStateError, match=r"another place.* use begin"):
+                BatchIterator(batches(Place(other, after))).load_state_dict(saved)
+
+
+@needs_torchdata
+def test_batches_out_of_order_are_refused() -> None:
+    for make in (ResumableLoader, stateful_loader):
+        with pytest.raises(SamplerStateError, match="in_order=False"):
+            make(Noisy(), batches(), seed=SEED, num_workers=2, in_order=False)
+
+
 def test_states_of_other_declarations_are_refused() -> None:
     saved = ResumableLoader(Noisy(), batches(), seed=SEED).state_dict()
     for other, said in (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shiftbook.checkpoint.errors import SamplerStateError
 from shiftbook.checkpoint.feed import Feed
 from shiftbook.checkpoint.manifest import BundleFields
-from shiftbook.checkpoint.sampler import HASH_SORT, Sampler, expected_draws
+from shiftbook.checkpoint.sampler import HASH_SORT, SEQUENTIAL, Sampler, expected_draws
 
 SIZE, SEED = 11, 5
 
@@ -100,3 +100,25 @@ def test_states_of_two_moments_are_refused_and_change_nothing() -> None:
         with pytest.raises(SamplerStateError, match=said):
             feed.restore(wrong)
         assert feed.state() == state
+
+
+def test_a_bundle_of_another_order_is_refused() -> None:
+    """The cursor of a bundle names its order; one that names none fits any sampler."""
+    feed = fresh()
+    feed.take(3)
+    kept = BundleFields.model_validate(
+        {"job": "j", "attempt": "a", "iteration": 0, "policy_version": 0} | feed.bundle_fields()
+    ).model_dump()
+    for other, said in (
+        (Sampler(SIZE, SEED + 1), "seed"),
+        (Sampler(SIZE + 1, SEED), "size"),
+        (Sampler(SIZE, SEED, rule=SEQUENTIAL), "rule"),
+    ):
+        strange = Feed(other, group_size=2)
+        with pytest.raises(SamplerStateError, match=said):
+            strange.restore_bundle(kept)
+        assert (strange.cursor, strange.in_flight) == (0, [])
+    bare = {**kept, "sampler": {"epoch": 0, "position": 3}}
+    again = fresh()
+    again.restore_bundle(bare)
+    assert again.state() == feed.state()
