@@ -1,4 +1,4 @@
-"""The only process of a group: an update under FSDP2 on a device, over the backend of that device."""
+"""The only process of a group: an update under FSDP2, over the backend of its device."""
 
 from __future__ import annotations
 

@@ -92,6 +92,8 @@ class World:
     trainer_ranks: int = 4
     stall_s: float = 20.0
     verdict_s: float = 90.0
+    grouped: bool = False
+    """The trainer ranks stand in one process group and publish DTensors together."""
     trainers: list[Process] = field(default_factory=list)
     receivers: dict[tuple[str, int], Process] = field(default_factory=dict)
     how: dict[str, Any] = field(default_factory=dict)
@@ -112,6 +114,8 @@ class World:
 
             self.store = serve_store()
             self.how["store"] = self.store.port
+        if self.grouped:
+            self.how["group"] = str(self.folder / "group")
         for rank in range(self.trainer_ranks):
             self.trainers.append(
                 Process.start(role="trainer", rank=rank, ranks=self.trainer_ranks, **self.how)
@@ -148,6 +152,12 @@ class World:
             )
         for process in self.trainers:
             process.hear()
+
+    def publish_together(self, version: int) -> None:
+        for process in self.trainers:
+            process.tell(do="publish", version=version, targets=dict(self.engines), limit_s=90.0)
+        answers = [process.hear() for process in self.trainers]
+        assert answers == [{"version": version, "root": answers[0]["root"]}] * len(answers)
 
     def sync(self, *targets: str) -> dict[tuple[str, int], Any]:
         chosen = {k: p for k, p in self.receivers.items() if not targets or k[0] in targets}
@@ -189,6 +199,16 @@ def test_two_trainer_ranks_and_an_engine_of_two(worlds: Any) -> None:
     world = worlds("flight", {"e": 2}, trainer_ranks=2)
     for version, how in ((1, "whole"), (2, "patch")):
         world.publish(version)
+        check_all(world, world.sync(), version, how)
+        assert world.outcomes()["e"]["outcome"] == "serving"
+
+
+def test_ranks_of_one_process_group_publish_their_shards(worlds: Any) -> None:
+    """Four ranks over gloo, two replicas of two shards as DTensors; the catalogue goes round the
+    group, and an engine of two pulls from all four."""
+    world = worlds("flight", {"e": 2}, grouped=True)
+    for version, how in ((1, "whole"), (2, "patch")):
+        world.publish_together(version)
         check_all(world, world.sync(), version, how)
         assert world.outcomes()["e"]["outcome"] == "serving"
 
@@ -237,6 +257,31 @@ def test_engines_that_die_or_stall_stop_nobody(worlds: Any, transport: str) -> N
     late = still.hear()
     assert "ended for it" in late["error"], late
     assert not late["serving"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["flight", "cluster"])
+def test_a_killed_receiver_goes_on_where_it_was(
+    worlds: Any, transport: str, tmp_path: Path
+) -> None:
+    """Killed with SIGKILL in the middle of a pull, with a spool in a file: its successor asks only
+    for what is not there yet."""
+    spool = tmp_path / "spool"
+    spool.mkdir()
+    world = worlds(transport, {"e": 1}, trainer_ranks=2, stall_s=4.0)
+    world.publish(1)
+    world.receivers["e", 0].kill()
+    first = world.receiver("e", 0, spool=str(spool), dies_after=2)
+    first.hear()
+    first.tell(wait_s=30)
+    assert first.child.wait(60) == -signal.SIGKILL
+    again = world.receiver("e", 0, spool=str(spool))
+    again.hear()
+    again.tell(wait_s=30)
+    answer = again.hear()
+    assert answer["resumed"], answer
+    assert answer["digest"] == expected(1, 0, 1)
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from shiftbook.checkpoint.transfer.link import Link
 from shiftbook.checkpoint.transfer.offers import Offers
 from shiftbook.checkpoint.transfer.receiver import Receiver
 from shiftbook.checkpoint.transfer.source import Source
+from shiftbook.checkpoint.transfer.staging import Staging
 from shiftbook.checkpoint.transfer.tokens import issue_token
 from tests.checkpoint.transfer_states import SECRET, layouts, nudged, shards, state
 
@@ -46,8 +49,44 @@ def digest(tensors: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
+def joined(how: dict[str, Any]) -> Any:
+    """A mesh of two replicas of two shards over gloo, with the other trainer ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rank, world = how["rank"], how["ranks"]
+    store = dist.FileStore(how["group"], world)
+    dist.init_process_group("gloo", rank=rank, world_size=world, store=store)
+    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replica", "shard"))
+
+
+def as_dtensors(held: dict[str, Any], mesh: Any) -> dict[str, Any]:
+    """Sharded over rows within a replica as FSDP2 leaves parameters, scalars on every rank."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    found = {}
+    for name, array in held.items():
+        tensor = torch.from_numpy(array.copy() if array.shape else array.reshape(1).copy()[0:1])
+        tensor = tensor.reshape(array.shape)
+        placements = [Replicate(), Shard(0) if array.shape else Replicate()]
+        size, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+        mine = tensor[tuple(slice(a, a + n) for a, n in zip(offset, size, strict=True))]
+        found[name] = DTensor.from_local(
+            mine.clone(),
+            mesh,
+            placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return found
+
+
 def trainer(how: dict[str, Any]) -> None:
     """Serve one rank's shards; the desk is rank 0's, and it is told what to do by lines."""
+    mesh = joined(how) if how.get("group") else None
     from shiftbook.checkpoint.transfer.desk import Desk
 
     rank, ranks = how["rank"], how["ranks"]
@@ -67,6 +106,14 @@ def trainer(how: dict[str, Any]) -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         match asked["do"]:
+            case "publish":
+                from shiftbook.checkpoint.transfer.cluster import over_group
+
+                tensors = as_dtensors(weights(asked["version"]), mesh)
+                catalogue = offers.publish(asked["version"], tensors, exchange=over_group())
+                if desk is not None:
+                    desk.open(catalogue, asked["targets"], limit_s=asked["limit_s"])
+                say({"version": catalogue.version, "root": catalogue.root})
             case "stage":
                 version = asked["version"]
                 local = offers.stage(version, shards(weights(version), rank, ranks))
@@ -106,9 +153,23 @@ def links_of(how: dict[str, Any], target: str) -> list[Link]:
     ]
 
 
+def die_after(parcels: int) -> None:
+    """Kill this process when so many parcels stand in its second copy."""
+    finished = Staging.finished
+
+    def last(staging: Staging, order: Any) -> None:
+        finished(staging, order)
+        if len(staging.done) == parcels:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Staging.finished = last  # type: ignore[method-assign]
+
+
 def receiver(how: dict[str, Any]) -> None:
     """One rank of an engine."""
     target, rank, ranks = how["target"], how["rank"], how["ranks"]
+    if how.get("dies_after"):
+        die_after(how["dies_after"])
     mine = Receiver(
         target,
         links_of(how, target),
