@@ -276,10 +276,12 @@ def test_a_killed_receiver_goes_on_where_it_was(
     first.hear()
     first.tell(wait_s=30)
     assert first.child.wait(60) == -signal.SIGKILL
+    first.kill()  # closes its pipes
     again = world.receiver("e", 0, spool=str(spool))
     again.hear()
     again.tell(wait_s=30)
     answer = again.hear()
+    again.kill()
     assert answer["resumed"], answer
     assert answer["digest"] == expected(1, 0, 1)
 
