@@ -570,6 +570,7 @@ print(peak_mb() - before)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_memory_does_not_grow_with_the_ledger(store_urls: Urls, tmp_path: Path) -> None:
     """60 MB are four members and a batch; 200,000 events are 240 MB, each with a key of its own."""
     archive = tmp_path / "a.tar"

@@ -39,11 +39,8 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.fixture
-def urls(
-    tmp_path: Path, postgres: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, str]:
+def urls(tmp_path: Path, postgres: PostgresServer, postgres_url: str) -> tuple[str, str]:
     """The same ledger in a file and in a server."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with write_every_status(tmp_path / "ledger.db") as ledger:
         file_url = ledger.url
     Ledger.open(postgres_url).close()
