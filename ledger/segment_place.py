@@ -128,9 +128,10 @@ class LocalFolder:
         return removed
 
     def _begin(self) -> None:
-        if not self.folder.is_dir():
-            self.folder.mkdir(exist_ok=True)
-            sync_path(self.folder.parent)
+        missing = [f for f in (self.folder, *self.folder.parents) if not f.is_dir()]
+        for folder in reversed(missing):
+            folder.mkdir(exist_ok=True)
+            sync_path(folder.parent)
         if self.folder not in self._tidied:
             self.tidy()
             self._tidied.add(self.folder)
