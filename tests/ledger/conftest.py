@@ -16,9 +16,10 @@ from tests.postgres_server import PostgresServer
 @pytest.fixture
 def postgres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
     """The server of this session. URLs of ledgers carry no user, so the environment names one, and
-    the folder of what lies on this machine beside a ledger in a server."""
+    the folders of what lies on this machine beside a ledger in a server."""
     monkeypatch.setenv("PGUSER", "postgres")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return postgres_of_the_session()
 
 

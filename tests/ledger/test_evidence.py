@@ -42,7 +42,7 @@ ROWS = {
 
 
 def test_beside_the_ledger_under_its_hash(store_url: str) -> None:
-    """Beside its file; that of a server in a cache folder, which is not there before."""
+    """Beside its file; that of a server in a folder of the user's, which is not there before."""
     with Ledger.open(store_url) as ledger:
         segment = write_segment(ledger, ROWS)
         file = ledger.beside(".evidence") / f"{segment.sha256}.parquet"

@@ -230,11 +230,25 @@ def test_which_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unsigned_tail_that_is_too_long() -> None:
     promised = health.PROMISED_EVENTS
-    assert health.check_unsigned(5_000, 5_000 - promised).status == "ok"
-    late = health.check_unsigned(5_001, 5_000 - promised)
+    assert health.check_unsigned(5_000, 5_000 - promised, 1.0).status == "ok"
+    late = health.check_unsigned(5_001, 5_000 - promised, 1.0)
     assert late.status == "wrong"
     assert f"{promised + 1} events" in late.found
     assert late.fix.startswith("shiftbook sign")
+    old = health.check_unsigned(5_000, 4_999, health.PROMISED_S + 1)
+    assert (old.status, "waited for 61 s" in old.found) == ("warning", True)
+    assert health.check_unsigned(5_000, 5_000, 0.0).status == "ok"
+
+
+def test_an_event_that_nobody_signed_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "book.db"
+    write(path, [100.0])
+    with Ledger.open(f"sqlite:///{path}") as ledger:
+        HeadSigner(ledger, KEY).sign()
+    assert doctor(path)["unsigned tail"]["status"] == "ok"
+    write(path, [101.0])
+    found = doctor(path)["unsigned tail"]
+    assert (found["status"], found["fix"][:14]) == ("warning", "shiftbook sign")
 
 
 def test_signed_heads_are_asked_where_there_are_any(store_url: str) -> None:

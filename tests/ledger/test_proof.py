@@ -104,6 +104,32 @@ def test_every_earlier_head_is_continued(ledger: Ledger) -> None:
     assert (checked.kind, checked.size) == ("head", 590)
 
 
+def test_published_heads_are_checked_as_they_lie(tmp_path: Path) -> None:
+    """The file that `sign` writes, as it is: each head holds, and none goes back or forks."""
+    sizes = (7, 300, 590)
+    heads = [SignedHead.sign(size, bytes([size % 256]) * 32, KEY).data() for size in sizes]
+    file, pub = tmp_path / "heads", KEY.verifier.text()
+    file.write_bytes(b"".join(head + b"\n" for head in heads))
+    done = invoke("check", str(file), "--key", pub)
+    assert done.exit_code == 0, done.output
+    assert "head of example.com/runs, 590 events" in done.output
+    other = SignedHead.sign(590, bytes(32), KEY).data()
+    stranger = Ed25519Signer("example.com/others", bytes(32))
+    foreign = SignedHead.sign(600, bytes(32), stranger).data()
+    altered = heads[1].replace(b"\n300\n", b"\n301\n")
+    for wrong, code, says in (
+        ([*heads, heads[0]], 1, "two histories"),
+        ([*heads, other], 1, "two histories"),
+        ([*heads, foreign], 1, "others"),
+        ([heads[0], altered, heads[2]], 1, ""),
+        ([*heads, heads[2][:40]], 2, "neither at byte"),
+        ([b"", b""], 2, "empty"),
+    ):
+        file.write_bytes(b"".join(head + b"\n" for head in wrong))
+        done = invoke("check", str(file), "--key", pub, "--key", stranger.verifier.text())
+        assert (done.exit_code, says in done.output) == (code, True), done.output
+
+
 def test_what_cannot_be_proved_is_said_so(ledger: Ledger, store_url: str) -> None:
     with pytest.raises(NoSignedHead, match="over position 595, found one of 590"):
         prove_event(ledger, 595)
