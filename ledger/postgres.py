@@ -45,6 +45,11 @@ ANSWER_MARGIN_S = 2.0
 CONNECT_TRIES = 3
 """Sessions that are made before one that breaks at its first word is reported."""
 
+_CACHED = ("XDG_CACHE_HOME", ".cache")
+_KEPT = ("XDG_DATA_HOME", ".local/share")
+_KEPT_SUFFIXES = (".evidence", ".spool")
+"""What no ledger can give back."""
+
 COPY_ROWS = 2
 """From this number of rows on COPY is faster than as many INSERTs, each with its trigger."""
 
@@ -164,10 +169,15 @@ class PostgresDialect(Dialect):
     # -- what there is ---------------------------------------------------------------------
 
     def beside(self, suffix: str) -> Path:
-        """In the user's cache folder, by the hash of the URL without credentials."""
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        """In a folder of the user's, by the hash of the URL without credentials.
+
+        What can be made again from the ledger is cached; evidence and spools, which cannot, are
+        among the user's data, where nobody clears up.
+        """
+        variable, usual = _KEPT if suffix in _KEPT_SUFFIXES else _CACHED
+        folder = Path(os.environ.get(variable) or Path.home() / usual)
         name = hashlib.sha256(self.url.encode()).hexdigest()[:16]
-        return cache / "shiftbook" / f"{name}{suffix}"
+        return folder / "shiftbook" / f"{name}{suffix}"
 
     def exists(self) -> bool:
         """Say whether the schema has a table of the ledger's names."""

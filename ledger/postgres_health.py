@@ -141,7 +141,8 @@ def check_triggers(
                 "triggers",
                 "wrong",
                 f"{table} lacks {', '.join(lacking)}: {name} could be changed or cut out",
-                f"shiftbook verify --ledger {dialect.url}; restore the table with its triggers",
+                f"shiftbook doctor --ledger {dialect.url} --grant {EXAMPLE_ROLE} (as the owner), "
+                f"then: shiftbook verify --ledger {dialect.url}",
             )
         if off:
             sound = False
@@ -236,7 +237,8 @@ def grant_statements(schema: str, tables: list[str], role: str, kind: str) -> li
 
 
 def grant_role(url: str, role: str, kind: str = WRITER) -> list[Check]:
-    """As the owner: make the ledger where there is none, and a role that may do its part alone.
+    """As the owner: make the ledger where there is none, its triggers as they belong, and a role
+    that may do its part alone.
 
     A WRITER appends and reads, a SIGNER adds heads and nodes and reads; what the role had before
     is taken from it.
@@ -256,6 +258,8 @@ def grant_role(url: str, role: str, kind: str = WRITER) -> list[Check]:
         known = session.execute("SELECT 1 FROM pg_roles WHERE rolname = %s", (role,)).fetchone()
         if known is None:
             session.execute(f"CREATE ROLE {role} LOGIN")
+        for statement in dialect.triggers():
+            session.execute(statement.replace("CREATE ", "CREATE OR REPLACE ", 1))
         tables = tables_of(dialect, session)
         for statement in grant_statements(dialect.schema, tables, role, kind):
             session.execute(statement)

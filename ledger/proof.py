@@ -28,7 +28,7 @@ from shiftbook.ledger.merkle import (
     verify_consistency,
     verify_inclusion,
 )
-from shiftbook.ledger.signed_note import SignedHead, strict_base64
+from shiftbook.ledger.signed_note import SignedHead, split_heads, strict_base64
 from shiftbook.ledger.signing_keys import Verifier
 
 INCLUSION = "shiftbook-inclusion-proof/1"
@@ -36,6 +36,9 @@ CONSISTENCY = "shiftbook-consistency-proof/1"
 
 MAX_PROOF_BYTES = 4 << 20
 """A proof holds an event, at most two notes and at most 128 hashes."""
+
+MAX_HEADS_BYTES = 64 << 20
+"""Some 300,000 published heads: one every 10 s for a month."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +165,17 @@ def encode_proof(document: dict[str, Any]) -> bytes:
 
 
 def check_proof(data: bytes, verifiers: Sequence[Verifier]) -> Checked:
-    """Check a proof, or a signed head alone, with keys only.
+    """Check a proof, or signed heads as they are published, with keys only.
 
     Raises InvalidInput where the bytes are neither, and ProofInvalid or InvalidNote (both as
     ProofInvalid's exit code 1 at the command line) where they are and do not hold.
     """
-    if len(data) > MAX_PROOF_BYTES:
-        raise InvalidInput(
-            f"expected a proof of at most {MAX_PROOF_BYTES} bytes, found {len(data)}"
-        )
-    if not data.lstrip().startswith(b"{"):
-        return _check_head(data, verifiers)
+    proof = data.lstrip().startswith(b"{")
+    limit = MAX_PROOF_BYTES if proof else MAX_HEADS_BYTES
+    if len(data) > limit:
+        raise InvalidInput(f"expected a proof of at most {limit} bytes, found {len(data)}")
+    if not proof:
+        return _check_heads(data, verifiers)
     try:
         document = json.loads(data)
         format_ = document.get("format")
@@ -191,15 +194,36 @@ def check_proof(data: bytes, verifiers: Sequence[Verifier]) -> Checked:
     )
 
 
-def _check_head(data: bytes, verifiers: Sequence[Verifier]) -> Checked:
-    try:
-        head = SignedHead.parse(data)
-    except InvalidNote as error:
-        raise InvalidInput(
-            f"expected a proof, or one signed head, found neither ({error})"
-        ) from error
-    key = head.verify(verifiers)
-    return Checked("head", head.origin, key.text(), head.size)
+def _check_heads(data: bytes, verifiers: Sequence[Verifier]) -> Checked:
+    """One signed head, or a file of several as they are published: all must hold, the last counts.
+
+    A head of an earlier size after a later one, and two of one size with different roots, do not
+    belong to one history.
+    """
+    last: SignedHead | None = None
+    for offset, note in split_heads(data):
+        try:
+            head = SignedHead.parse(note)
+        except InvalidNote as error:
+            raise InvalidInput(
+                f"expected a proof, or signed heads, found neither at byte {offset} ({error})"
+            ) from error
+        key = head.verify(verifiers)
+        if last is not None and last.origin != head.origin:
+            raise ProofInvalid(
+                f"expected heads of one ledger, found {last.origin} and {head.origin}"
+            )
+        if last is not None and (
+            head.size < last.size or (head.size == last.size and head.root != last.root)
+        ):
+            raise ProofInvalid(
+                f"expected a head of more than {last.size} events after the one of that size, "
+                f"found another of {head.size} at byte {offset}: these heads are of two histories"
+            )
+        last = head
+    if last is None:
+        raise InvalidInput("expected a proof, or signed heads, found an empty file")
+    return Checked("head", last.origin, key.text(), last.size)
 
 
 def _check_inclusion(document: dict[str, Any], verifiers: Sequence[Verifier]) -> Checked:

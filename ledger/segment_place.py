@@ -129,8 +129,13 @@ class LocalFolder:
 
     def _begin(self) -> None:
         if not self.folder.is_dir():
+            # That of a server's ledger lies in a folder of the user's that need not be there yet, and is,
+            # like the ledger, nobody else's to read.
+            missing = [folder for folder in self.folder.parents if not folder.is_dir()]
+            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
-            sync_path(self.folder.parent)
+            for folder in (self.folder, *missing):
+                sync_path(folder.parent)
         if self.folder not in self._tidied:
             self.tidy()
             self._tidied.add(self.folder)

@@ -6,8 +6,11 @@ that many seconds after the session began is skipped, and the summary says so. W
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 import time
 
 import pytest
@@ -25,8 +28,14 @@ BEGAN_S = time.monotonic()
 
 
 def pytest_configure() -> None:
-    """A shell starts what runs in its background with SIGINT ignored, and so would every command
-    be that a test starts and interrupts."""
+    """Leave the user's own data alone, and let what tests start be interrupted.
+
+    A shell starts what runs in its background with SIGINT ignored, and so would every command be
+    that a test starts and interrupts.
+    """
+    data = tempfile.mkdtemp(prefix="shiftbook-data-")
+    atexit.register(shutil.rmtree, data, ignore_errors=True)
+    os.environ["XDG_DATA_HOME"] = data
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

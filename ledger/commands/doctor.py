@@ -33,9 +33,9 @@ def doctor(
     """Look at machine, installation and ledger; say what is wrong and the command that mends it.
 
     Exits with 1 where something is wrong; a warning alone exits with 0. With --grant it looks at
-    nothing else: it makes the ledger's tables where there are none, and ROLE where there is none
-    (without a password), leaves ROLE with SELECT and INSERT alone (of events; with --signer, of
-    heads and nodes instead), and shows its grants.
+    nothing else: it makes the ledger's tables where there are none, puts their triggers back as
+    they belong, makes ROLE where there is none (without a password), leaves ROLE with SELECT and
+    INSERT alone (of events; with --signer, of heads and nodes instead), and shows its grants.
     """
     if role is not None:
         return _grant(ledger_url, role, format_, signer=signer)

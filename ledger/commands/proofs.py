@@ -276,21 +276,24 @@ def _earlier_head(ledger: Ledger, since: str) -> SignedHead:
     help="A sentence, or one JSON object.",
 )
 def check(file: Path, keys: tuple[str, ...], format_: str) -> int:
-    """Check a proof or a signed head offline, with the verifier key alone.
+    """Check a proof or signed heads offline, with the verifier key alone.
+
+    Of a file of heads, as `sign` publishes them, each must hold and continue the one before it in
+    size.
 
     Exit code 0: it holds. 1: it does not. 2: the file is none, or the key is.
     """
     from dataclasses import asdict
 
-    from shiftbook.ledger.proof import MAX_PROOF_BYTES, check_proof
+    from shiftbook.ledger.proof import MAX_HEADS_BYTES, check_proof
     from shiftbook.ledger.signing_keys import read_verifier
 
     verifiers = [read_verifier(text) for text in keys]
     if str(file) == "-":
-        data = sys.stdin.buffer.read(MAX_PROOF_BYTES + 1)
+        data = sys.stdin.buffer.read(MAX_HEADS_BYTES + 1)
     else:
         with file.open("rb") as opened:
-            data = opened.read(MAX_PROOF_BYTES + 1)
+            data = opened.read(MAX_HEADS_BYTES + 1)
     checked = check_proof(data, verifiers)
     if format_ == "json":
         emit_document(asdict(checked))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.ledger.gate_cases import WORLD_FOLDER
-from tests.ledger.stores import STORES, postgres_of_the_session
+from tests.ledger.stores import SQLITE, STORES, postgres_of_the_session
 from tests.postgres_server import PostgresServer
 
 
 @pytest.fixture
-def postgres(monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
-    """The server of this session. URLs of ledgers carry no user, so the environment names one."""
+def postgres(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
+    """The server of this session. URLs of ledgers carry no user, so the environment names one, and
+    the folders of what lies on this machine beside a ledger in a server."""
     monkeypatch.setenv("PGUSER", "postgres")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     return postgres_of_the_session()
 
 
@@ -27,12 +30,19 @@ def postgres_url(postgres: PostgresServer) -> str:
 
 
 @pytest.fixture(params=STORES)
-def store_url(
+def store_urls(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
-    """URL of a ledger that is not there yet, on each store in turn."""
+) -> Callable[[str], str]:
+    """URLs by name of ledgers that are not there yet, on each store in turn."""
     monkeypatch.setenv(WORLD_FOLDER, str(tmp_path))
     if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/ledger.db"
-    else:
-        yield request.getfixturevalue("postgres_url")
+        return lambda name: f"{SQLITE}{tmp_path}/{name}.db"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    test = secrets.token_hex(6)
+    return lambda name: server.url(f"t_{test}_{name}")
+
+
+@pytest.fixture
+def store_url(store_urls: Callable[[str], str]) -> str:
+    """URL of a ledger that is not there yet, on each store in turn."""
+    return store_urls("ledger")

@@ -550,31 +550,41 @@ def _run_iteration(writer: Writer, number: int, base_s: float) -> None:
         writer.realise(operation, predicted, predicted + writer.random.gauss(-0.05, 0.15))
 
 
-def open_sample(path: Path, clock: Clock | None = None) -> Ledger:
-    """An empty ledger with a clock of its own."""
-    return Ledger.open(f"sqlite:///{path}", now_ns=clock or Clock(), actor="sample")
+def open_sample(place: Path | str, clock: Clock | None = None) -> Ledger:
+    """An empty ledger with a clock of its own, in a file or at a URL."""
+    return Ledger.open(_url(place), now_ns=clock or Clock(), actor="sample")
+
+
+def _url(place: Path | str) -> str:
+    return place if isinstance(place, str) else f"sqlite:///{place}"
 
 
 def write_sample(
-    path: Path,
+    place: Path | str,
     *,
     schedules: tuple[str, ...] = ("dynamic", "static", "timeshared"),
     iterations: int = 5,
     seed: int = 11,
 ) -> Ledger:
-    """A ledger with one job for each schedule; the caller closes it.
+    """A ledger with one job for each schedule, in a file or at a URL; the caller closes it.
 
     Hundreds of durable appends take a second, so a sample is written once in a process and copied
     from then on. The copy's clock goes on where the sample's stood.
     """
     template, clock = _template(schedules, iterations, seed)
-    shutil.copyfile(template, path)
+    url = _url(place)
+    if url.startswith("sqlite:///"):
+        shutil.copyfile(template, url.removeprefix("sqlite:///"))
+    ledger = open_sample(url, clock)
+    if ledger.path is None:
+        with Ledger.open(_url(template), read_only=True) as source:
+            ledger.restore(list(source.read()))
     shutil.copytree(
         template.with_name(template.name + ".evidence"),
-        path.with_name(path.name + ".evidence"),
+        ledger.beside(".evidence"),
         dirs_exist_ok=True,
     )
-    return open_sample(path, clock)
+    return ledger
 
 
 @cache
@@ -597,10 +607,10 @@ def _template(schedules: tuple[str, ...], iterations: int, seed: int) -> tuple[P
     return folder / "ledger.db", clock
 
 
-def write_every_status(path: Path) -> Ledger:
+def write_every_status(place: Path | str) -> Ledger:
     """A ledger in which a reallocation stands in every status that there is."""
     clock = Clock()
-    ledger = open_sample(path, clock)
+    ledger = open_sample(place, clock)
     for end in (
         "proposed",
         "rejected",

@@ -85,17 +85,16 @@ def test_a_range_has_no_tree(signed: Signed) -> None:
         assert [size for size, _ in read_heads(data)] == list(SIZES[:2]), "no head beyond its end"
 
 
-def test_another_head_of_one_size_is_refused(signed: Signed, tmp_path: Path) -> None:
+def test_another_head_of_one_size_is_refused(archive: Path, store_url: str) -> None:
     from shiftbook.ledger.signed_note import SignedHead
 
-    copy = signed.copy(tmp_path / "copy")
     forged = SignedHead.sign(SIZES[0], bytes(32), THIEF)
     line = heads_line(forged.size, forged.data())
-    with (
-        Ledger.open(f"sqlite:///{copy.path}") as ledger,
-        pytest.raises(ArchiveMismatch, match="another history"),
-    ):
-        restore_heads(ledger, line)
+    with ArchiveFile.open(archive) as opened, Ledger.open(store_url) as ledger:
+        import_archive(opened, ledger)
+        restore_heads(ledger, opened.section(HEADS_SECTION))
+        with pytest.raises(ArchiveMismatch, match="another history"):
+            restore_heads(ledger, line)
 
 
 @pytest.mark.parametrize("data", [b"text\n", b'{"size": 3}\n', b'{"size": 1, "note": "?"}\n'])

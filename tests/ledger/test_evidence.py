@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -40,11 +41,15 @@ ROWS = {
 }
 
 
-def test_beside_the_ledger_under_its_hash(tmp_path: Path) -> None:
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+def test_beside_the_ledger_under_its_hash(store_url: str) -> None:
+    """Beside its file; that of a server in a folder of the user's, which is not there before."""
+    with Ledger.open(store_url) as ledger:
         segment = write_segment(ledger, ROWS)
-        file = tmp_path / "ledger.db.evidence" / f"{segment.sha256}.parquet"
-        assert evidence_folder(ledger) == file.parent
+        file = ledger.beside(".evidence") / f"{segment.sha256}.parquet"
+        if ledger.path is None:
+            assert stat.S_IMODE(file.parents[1].stat().st_mode) == 0o700, "as private as the rows"
+        else:
+            assert evidence_folder(ledger) == file.parent
         assert file.stat().st_size == segment.bytes
         assert (segment.rows, segment.columns) == (512, ("uid", "reward", "group"))
         assert read_segment(ledger, segment).to_pydict() == ROWS
@@ -210,11 +215,11 @@ def test_the_schema_is_bound_by_names_and_types(tmp_path: Path) -> None:
     assert read_segment(tmp_path / "e", segment.model_copy(update={"types": None})).num_rows == 1
 
 
-def test_a_long_list_in_an_event_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_long_list_in_an_event_is_refused_with_the_way_out(store_url: str) -> None:
     event = SamplesDropped(
         attempt="a1", iteration=0, uids=tuple(f"{n:08d}/0" for n in range(6000)), reason="r"
     )
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+    with Ledger.open(store_url) as ledger:
         with pytest.raises(InvalidEvent, match="the limit is 60000; put long lists into an evid"):
             ledger.append("job", event)
         assert ledger.head().size == 0
@@ -230,14 +235,14 @@ def memory() -> str:
     return "memory://bucket/book.evidence"
 
 
-def test_a_folder_that_fsspec_reaches(tmp_path: Path, memory: str) -> None:
+def test_a_folder_that_fsspec_reaches(store_url: str, memory: str) -> None:
     import fsspec
 
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", evidence=memory) as ledger:
+    with Ledger.open(store_url, evidence=memory) as ledger:
         segment = write_segment(ledger, ROWS)
         assert write_segment(memory, ROWS) == segment
         assert read_segment(ledger, segment).to_pydict() == ROWS
-        assert not evidence_folder(ledger).exists()
+        assert not ledger.beside(".evidence").exists()
         (name,) = fsspec.filesystem("memory").find("/bucket")
         assert name.endswith(f"{segment.sha256}.parquet")
         fsspec.filesystem("memory").pipe_file(name, b"torn")

@@ -32,6 +32,7 @@ from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Receipt
+from tests.ledger.stores import attack
 
 DEADLINE_S = 30.0
 
@@ -391,6 +392,14 @@ def test_after_doubt_the_head_is_verified_before_the_next_append(path: Path) -> 
     with pytest.raises(NotALedger, match="acknowledged"):
         ledger.append("job", fork("next"))
     ledger.close()
+
+
+def test_a_handle_notices_that_acknowledged_events_are_gone(store_url: str) -> None:
+    with Ledger.open(store_url) as ledger:
+        ledger.append("job", [fork(n) for n in range(5)])
+        attack(store_url, "DELETE FROM events WHERE position = 4")
+        with pytest.raises(NotALedger, match="acknowledged"):
+            ledger.append("job", fork("next"))
 
 
 STRACED = """

@@ -1,15 +1,15 @@
 """Goal: a key signs one history only, whatever the database says; what it signed gets outside.
 
-Method: an attacker who owns the database rolls it back, rewrites it, cuts it or forges heads in it
-between two signatures; a crash is put between each two steps of signing by a place that fails; a
-ledger grows by random batches and every head is compared with the root over all leaves; the tables
-are read through a counter, so that a head of a large ledger reads a few tiles and not the ledger.
+Method: an attacker who owns the database, on either store, rolls it back, rewrites it, cuts it or
+forges heads in it between two signatures; a crash is put between each two steps of signing by a
+place that fails; a ledger grows by random batches and every head is compared with the root over all
+leaves; the tables are read through a counter, so that a head of a large ledger reads a few tiles
+and not the ledger.
 """
 
 from __future__ import annotations
 
 import random
-import shutil
 import sqlite3
 import sys
 import threading
@@ -46,6 +46,7 @@ from shiftbook.ledger.publication import (
 )
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Ed25519Signer
+from tests.ledger.stores import attack, copy_ledger, literal, run_sql
 from tests.postgres_server import running_server
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
@@ -86,15 +87,6 @@ def signer(ledger: Ledger, tmp_path: Path) -> HeadSigner:
 @pytest.fixture
 def file_signer(file_ledger: Ledger, tmp_path: Path) -> HeadSigner:
     return signer_of(file_ledger, tmp_path)
-
-
-def attack(path: Path, *statements: str) -> None:
-    """What the owner of the database can do: drop every trigger, then anything."""
-    with sqlite3.connect(path) as connection:
-        for (name,) in connection.execute("select name from sqlite_master where type = 'trigger'"):
-            connection.execute(f'drop trigger "{name}"')
-        for text in statements:
-            connection.execute(text)
 
 
 def test_heads_of_a_growing_ledger_and_proofs_between_all_of_them(
@@ -154,79 +146,81 @@ def test_a_head_and_a_proof_of_a_large_ledger_read_a_few_tiles(
     assert read <= 4 * 256
 
 
-def test_a_head_is_refused_after_each_attack_and_nothing_is_signed(tmp_path: Path) -> None:
-    def rewritten(path: Path) -> None:
-        data = b'{"position":3}'
-        attack(path, "delete from heads", "delete from nodes",
-               f"update events set data = x'{data.hex()}', leaf = x'{leaf_hash(data).hex()}' "
-               "where position = 3")  # fmt: skip
+Sql = Callable[[bytes], str]
+"""Spells bytes in a store's SQL."""
 
-    attacks: dict[str, tuple[Callable[[Path], None], str]] = {
-        "cut": (lambda p: attack(p, "delete from events where position > 5"), "at least 10"),
-        "emptied": (
-            lambda p: attack(p, "delete from events", "delete from heads", "delete from nodes"),
-            "rolled back",
-        ),
-        "rewritten": (rewritten, "rewritten or forked"),
-        "one leaf": (
-            lambda p: attack(p, "update events set leaf = zeroblob(32) where position = 8"),
-            "rewritten or forked",
-        ),
-        "new event altered": (
-            lambda p: attack(p, "update events set data = x'7b7d' where position = 11"),
-            "position 11, found other bytes",
-        ),
-        "new event removed": (
-            lambda p: attack(p, "delete from events where position = 11"),
-            "found position 12",
-        ),
-        "head of another key": (
-            lambda p: attack(p, "delete from heads where size = 10", "insert into heads values "
-                             f"(10, x'{SignedHead.sign(10, bytes(32), OTHER).data().hex()}')"),
-            "in the table of heads",
-        ),
-        "head damaged": (
-            lambda p: attack(p, "update heads set note = x'00'"),
-            "damage",
-        ),
-        "head forged larger": (
-            lambda p: attack(p, "insert into heads values "
-                             f"(99, x'{SignedHead.sign(99, bytes(32), KEY).data().hex()}')"),
-            "at least 99",
-        ),
-    }  # fmt: skip
-    for name, (act, told) in attacks.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        path = folder / "ledger.db"
-        with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
-            signer = HeadSigner(
-                ledger, KEY, [FileOutlet(folder / "heads")], memory=folder / "memory"
-            )
-            grow(ledger, 10)
-            signer.sign()
-            grow(ledger, 4)
-            before = (folder / "heads").read_bytes(), (folder / "memory").read_bytes()
-            act(path)
-            with pytest.raises(SigningRefused, match=told):
-                signer.sign()
-            assert ((folder / "heads").read_bytes(), (folder / "memory").read_bytes()) == before
+
+def rewritten(sql: Sql) -> list[str]:
+    data = b'{"position":3}'
+    return [
+        "delete from heads",
+        "delete from nodes",
+        f"update events set data = {sql(data)}, leaf = {sql(leaf_hash(data))} where position = 3",
+    ]
+
+
+def forged_head(size: int, key: Ed25519Signer, sql: Sql) -> str:
+    note = SignedHead.sign(size, bytes(32), key).data()
+    return f"insert into heads values ({size}, {sql(note)})"
+
+
+ATTACKS: dict[str, tuple[Callable[[Sql], list[str]], str]] = {
+    "cut": (lambda sql: ["delete from events where position > 5"], "at least 10"),
+    "emptied": (
+        lambda sql: ["delete from events", "delete from heads", "delete from nodes"],
+        "rolled back",
+    ),
+    "rewritten": (rewritten, "rewritten or forked"),
+    "one leaf": (
+        lambda sql: [f"update events set leaf = {sql(bytes(32))} where position = 8"],
+        "rewritten or forked",
+    ),
+    "new event altered": (
+        lambda sql: [f"update events set data = {sql(b'{}')} where position = 11"],
+        "position 11, found other bytes",
+    ),
+    "new event removed": (
+        lambda sql: ["delete from events where position = 11"],
+        "found position 12",
+    ),
+    "head of another key": (
+        lambda sql: ["delete from heads where size = 10", forged_head(10, OTHER, sql)],
+        "in the table of heads",
+    ),
+    "head damaged": (lambda sql: [f"update heads set note = {sql(bytes(1))}"], "damage"),
+    "head forged larger": (lambda sql: [forged_head(99, KEY, sql)], "at least 99"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_head_is_refused_after_each_attack_and_nothing_is_signed(
+    name: str, ledger: Ledger, signer: HeadSigner, store_url: str, tmp_path: Path
+) -> None:
+    act, told = ATTACKS[name]
+    grow(ledger, 10)
+    signer.sign()
+    grow(ledger, 4)
+    memories = tmp_path / "heads", tmp_path / "key.last"
+    before = [path.read_bytes() for path in memories]
+    attack(store_url, *act(lambda data: literal(store_url, data)))
+    with pytest.raises(SigningRefused, match=told):
+        signer.sign()
+    assert [path.read_bytes() for path in memories] == before
 
 
 def test_a_rollback_to_an_old_copy_is_refused_even_when_it_has_grown_again(
-    tmp_path: Path,
+    store_urls: Callable[[str], str], tmp_path: Path
 ) -> None:
-    path, old = tmp_path / "ledger.db", tmp_path / "old.db"
+    url, old = store_urls("ledger"), store_urls("old")
     options = {"memory": tmp_path / "memory"}
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+    with Ledger.open(url, writer="w") as ledger:
         grow(ledger, 10)
         HeadSigner(ledger, KEY, **options).sign()
-    shutil.copy(path, old)
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+    copy_ledger(url, old)
+    with Ledger.open(url, writer="w") as ledger:
         grow(ledger, 10)
         HeadSigner(ledger, KEY, **options).sign()
-    shutil.copy(old, path)
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+    with Ledger.open(old, writer="w") as ledger:
         with pytest.raises(SigningRefused, match="rolled back"):
             HeadSigner(ledger, KEY, **options).sign()
         grow(ledger, 30, "another history")
@@ -236,10 +230,12 @@ def test_a_rollback_to_an_old_copy_is_refused_even_when_it_has_grown_again(
         HeadSigner(ledger, KEY).sign()  # and without both nothing can tell
 
 
-def test_the_place_of_publication_is_a_memory_too(tmp_path: Path) -> None:
+def test_the_place_of_publication_is_a_memory_too(
+    store_urls: Callable[[str], str], tmp_path: Path
+) -> None:
     heads = FileOutlet(tmp_path / "heads")
     for name, reason in (("one", "first"), ("two", "second")):
-        with Ledger.open(f"sqlite:///{tmp_path}/{name}.db", writer="w") as ledger:
+        with Ledger.open(store_urls(name), writer="w") as ledger:
             grow(ledger, 5, reason)
             signer = HeadSigner(ledger, KEY, [heads])
             if name == "one":
@@ -345,35 +341,37 @@ def test_a_damaged_or_foreign_memory_stops_the_signer(
 
 
 def test_nodes_that_an_import_did_not_bring_are_written_again(
-    file_ledger: Ledger, file_signer: HeadSigner, tmp_path: Path
+    ledger: Ledger, signer: HeadSigner, store_url: str
 ) -> None:
-    grow(file_ledger, 1000)
-    file_signer.sign()
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        before = connection.execute("select * from nodes order by level, number").fetchall()
-    attack(tmp_path / "ledger.db", "delete from nodes where number > 0")
-    assert file_ledger.tree().complete(1000) == len(before) - 1
-    with sqlite3.connect(tmp_path / "ledger.db") as connection:
-        assert connection.execute("select * from nodes order by level, number").fetchall() == before
-    attack(tmp_path / "ledger.db", "delete from nodes")
-    grow(file_ledger, 100)
-    assert file_signer.sign() is not None
-    assert file_ledger.tree().complete(1100) == 0
+    def nodes() -> list[list[bytes]]:
+        tree = ledger.tree()
+        return [tree.hashes(level, 0, count) for level, count in ((1, 3), (2, 0)) if count]
+
+    grow(ledger, 1000)
+    signer.sign()
+    before = nodes()
+    attack(store_url, "delete from nodes where number > 0")
+    assert ledger.tree().complete(1000) == 2
+    assert nodes() == before
+    attack(store_url, "delete from nodes")
+    grow(ledger, 100)
+    assert signer.sign() is not None
+    assert ledger.tree().complete(1100) == 0
 
 
 def test_a_ledger_of_an_older_build_gets_its_tables_with_its_first_head(
-    file_ledger: Ledger, file_signer: HeadSigner, tmp_path: Path
+    ledger: Ledger, signer: HeadSigner, store_url: str
 ) -> None:
-    grow(file_ledger, 300)
-    attack(tmp_path / "ledger.db", "drop table heads", "drop table nodes")
-    assert file_ledger.tree().last_head() is None
-    assert list(file_ledger.tree().heads()) == []
-    head = file_signer.sign()
-    assert head == file_ledger.tree().last_head()
-    connection = sqlite3.connect(tmp_path / "ledger.db")
-    with pytest.raises(sqlite3.IntegrityError, match="append only"):
-        connection.execute("delete from heads")
-    connection.close()
+    grow(ledger, 300)
+    gone = ["drop table heads", "drop table nodes"]
+    if not store_url.startswith("sqlite:"):
+        gone += [f"drop function {t}_{f}" for t in ("heads", "nodes") for f in ("follow", "refuse")]
+    attack(store_url, *gone)
+    assert ledger.tree().last_head() is None
+    assert list(ledger.tree().heads()) == []
+    head = signer.sign()
+    assert head == ledger.tree().last_head()
+    assert "append only" in (run_sql(store_url, "delete from heads") or "")
 
 
 REFUSED = {

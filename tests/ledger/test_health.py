@@ -31,7 +31,7 @@ EVENT = SafeModeLeft(by="operator", reason="test")
 CODE = "import sys; from shiftbook.ledger.cli import main; sys.argv[0] = 'shiftbook'; main()"
 
 
-def doctor(ledger: Path, *before: str, **environment: str) -> dict[str, dict[str, Any]]:
+def doctor(ledger: Path | str, *before: str, **environment: str) -> dict[str, dict[str, Any]]:
     """Checks by name, from a process of its own that ``before`` starts."""
     done = subprocess.run(
         [
@@ -53,27 +53,27 @@ def doctor(ledger: Path, *before: str, **environment: str) -> dict[str, dict[str
     return {row["check"]: row for row in json.loads(done.stdout)}
 
 
-def write(path: Path, times_s: list[float]) -> None:
+def write(url: str, times_s: list[float]) -> None:
     """A ledger whose events were recorded at these seconds, in this order."""
     ticks = iter(times_s)
-    with Ledger.open(f"sqlite:///{path}", now_ns=lambda: int(next(ticks) * 1e9)) as ledger:
+    with Ledger.open(url, now_ns=lambda: int(next(ticks) * 1e9)) as ledger:
         for _ in times_s:
             ledger.append("job", EVENT)
 
 
-def test_a_clock_that_ran_backwards_within_the_ledger(tmp_path: Path) -> None:
-    write(tmp_path / "good.db", [100.0, 101.0, 100.5, 102.0])
-    assert "clock steps" not in doctor(tmp_path / "good.db")
-    write(tmp_path / "bad.db", [100.0, 4000.0, 400.0, 401.0])
-    found = doctor(tmp_path / "bad.db")["clock steps"]
+def test_a_clock_that_ran_backwards_within_the_ledger(store_urls: Callable[[str], str]) -> None:
+    write(store_urls("good"), [100.0, 101.0, 100.5, 102.0])
+    assert "clock steps" not in doctor(store_urls("good"))
+    write(store_urls("bad"), [100.0, 4000.0, 400.0, 401.0])
+    found = doctor(store_urls("bad"))["clock steps"]
     assert found["status"] == "warning"
     assert "3600 s at position 2" in found["found"]
     assert "shiftbook show 2" in found["fix"]
 
 
-def test_a_clock_behind_the_last_event(tmp_path: Path) -> None:
-    write(tmp_path / "book.db", [4e9])
-    found = doctor(tmp_path / "book.db")["clock"]
+def test_a_clock_behind_the_last_event(store_url: str) -> None:
+    write(store_url, [4e9])
+    found = doctor(store_url)["clock"]
     assert found["status"] == "wrong"
     assert "behind the ledger's last event" in found["found"]
     assert "set-ntp" in found["fix"]
@@ -138,7 +138,7 @@ def test_network_file_systems_by_the_longest_mount(
 
 def test_a_link_is_followed_to_where_the_file_is(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
-    write(tmp_path / "real" / "book.db", [100.0])
+    write(f"sqlite:///{tmp_path}/real/book.db", [100.0])
     (tmp_path / "link.db").symlink_to(tmp_path / "real" / "book.db")
     assert str(tmp_path / "real") in doctor(tmp_path / "link.db")["file system"]["found"]
 
@@ -230,28 +230,42 @@ def test_which_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unsigned_tail_that_is_too_long() -> None:
     promised = health.PROMISED_EVENTS
-    assert health.check_unsigned(5_000, 5_000 - promised).status == "ok"
-    late = health.check_unsigned(5_001, 5_000 - promised)
+    assert health.check_unsigned(5_000, 5_000 - promised, 1.0).status == "ok"
+    late = health.check_unsigned(5_001, 5_000 - promised, 1.0)
     assert late.status == "wrong"
     assert f"{promised + 1} events" in late.found
     assert late.fix.startswith("shiftbook sign")
+    old = health.check_unsigned(5_000, 4_999, health.PROMISED_S + 1)
+    assert (old.status, "waited for 61 s" in old.found) == ("warning", True)
+    assert health.check_unsigned(5_000, 5_000, 0.0).status == "ok"
 
 
-def test_signed_heads_are_asked_where_there_are_any(tmp_path: Path) -> None:
-    with Ledger.open(f"sqlite:///{tmp_path}/book.db") as ledger:
+def test_an_event_that_nobody_signed_for_long(tmp_path: Path) -> None:
+    path = tmp_path / "book.db"
+    write(path, [100.0])
+    with Ledger.open(f"sqlite:///{path}") as ledger:
+        HeadSigner(ledger, KEY).sign()
+    assert doctor(path)["unsigned tail"]["status"] == "ok"
+    write(path, [101.0])
+    found = doctor(path)["unsigned tail"]
+    assert (found["status"], found["fix"][:14]) == ("warning", "shiftbook sign")
+
+
+def test_signed_heads_are_asked_where_there_are_any(store_url: str) -> None:
+    with Ledger.open(store_url) as ledger:
         ledger.append("job", EVENT)
         assert health.signed_events(ledger) is None
         HeadSigner(ledger, KEY).sign()
         assert health.signed_events(ledger) == 1
-        assert doctor(tmp_path / "book.db")["unsigned tail"]["status"] == "ok"
+        assert doctor(store_url)["unsigned tail"]["status"] == "ok"
         ledger.append("job", [EVENT] * (health.PROMISED_EVENTS + 1))
-    found = doctor(tmp_path / "book.db")["unsigned tail"]
+    found = doctor(store_url)["unsigned tail"]
     assert found["status"] == "wrong"
     assert f"{health.PROMISED_EVENTS + 1} events after the last signed head" in found["found"]
     assert "shiftbook sign" in found["fix"]
 
 
-def test_every_fault_has_a_command(tmp_path: Path) -> None:
-    write(tmp_path / "book.db", [100.0, 4e9, 400.0])
-    for check in doctor(tmp_path / "book.db").values():
+def test_every_fault_has_a_command(store_url: str) -> None:
+    write(store_url, [100.0, 4e9, 400.0])
+    for check in doctor(store_url).values():
         assert bool(check["fix"]) == (check["status"] != "ok"), check

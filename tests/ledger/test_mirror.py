@@ -6,14 +6,13 @@ mirror that was brought up step by step is compared with one that was made in on
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import random
 import shutil
-import sqlite3
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from tests.ledger.sample_ledger import (
     write_every_status,
     write_sample,
 )
+from tests.ledger.stores import attack, literal
 
 REQUIRED = {
     "reallocations": "job operation status proposed_ns closed_ns strategy before after "
@@ -57,8 +57,9 @@ def table(mirror: Mirror, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def sample(tmp_path: Path) -> Any:
-    with write_sample(tmp_path / "ledger.db") as ledger:
+def sample(store_url: str) -> Any:
+    """The sample on each store."""
+    with write_sample(store_url) as ledger:
         yield ledger
 
 
@@ -125,8 +126,8 @@ def test_a_reallocation_tells_its_whole_way(sample: Ledger) -> None:
     assert row["realised_gain_low_s"] < row["realised_gain_s"] < row["realised_gain_high_s"]
 
 
-def test_every_status_of_a_reallocation(tmp_path: Path) -> None:
-    with write_every_status(tmp_path / "ledger.db") as ledger, Mirror.open(ledger) as mirror:
+def test_every_status_of_a_reallocation(store_url: str) -> None:
+    with write_every_status(store_url) as ledger, Mirror.open(ledger) as mirror:
         rows = mirror.rows("SELECT job, status, rejected_by, rule, reason FROM reallocations")
         folded = {
             operation.status
@@ -157,10 +158,19 @@ def test_samples_join_generation_reward_and_consumption(sample: Ledger) -> None:
         assert len(row["token_digest"]) == 32
 
 
-@pytest.mark.parametrize("some", [False, True], ids=["every table", "some tables each time"])
-def test_step_by_step_equals_in_one_go(
-    some: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_step_by_step_equals_in_one_go(tmp_path: Path) -> None:
+    """Every table at each step, which costs most; how it is read is what the next test asks."""
+    step_by_step(lambda name: f"sqlite:///{tmp_path}/{name}.db", some=False)
+
+
+def test_some_tables_at_each_step_equal_all_in_one_go(
+    store_urls: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("shiftbook.ledger.mirror_build.BATCH_EVENTS", 7)
+    step_by_step(store_urls, some=True)
+
+
+def step_by_step(urls: Callable[[str], str], *, some: bool) -> None:
     """Goal: a table is the same however often it is brought up, and however far it was behind.
 
     Method: a ledger grows event by event; at random moments the copy is opened for all tables, or
@@ -169,19 +179,18 @@ def test_step_by_step_equals_in_one_go(
     """
     seed = 20
     print("seed", seed)
-    if some:
-        monkeypatch.setattr("shiftbook.ledger.mirror_build.BATCH_EVENTS", 7)
     chance = random.Random(seed)
-    with write_sample(tmp_path / "whole.db", schedules=("dynamic",), iterations=2) as ledger:
+    with write_sample(urls("whole"), schedules=("dynamic",), iterations=2) as ledger:
+        evidence = ledger.beside(".evidence")
         whole = [event.data for event in ledger.read()]
         with Mirror.open(ledger, in_memory=True) as mirror:
             expected = {name: table(mirror, name) for name in TABLES}
     clock = Clock()
-    shutil.copytree(tmp_path / "whole.db.evidence", tmp_path / "steps.db.evidence")
     with (
-        Ledger.open(f"sqlite:///{tmp_path / 'whole.db'}", read_only=True) as source,
-        open_sample(tmp_path / "steps.db", clock) as steps,
+        Ledger.open(urls("whole"), read_only=True) as source,
+        open_sample(urls("steps"), clock) as steps,
     ):
+        shutil.copytree(evidence, steps.beside(".evidence"))
         for stored in source.read():
             clock.ns = stored.recorded_ns - 1_000
             steps.append(stored.job, stored.parsed(), operation=stored.operation)
@@ -304,8 +313,7 @@ def test_a_reader_of_another_process_keeps_its_copy_while_it_is_renewed(sample: 
 
 
 def test_a_missing_segment_is_noted_and_taken_in_when_it_is_back(sample: Ledger) -> None:
-    assert sample.path is not None
-    folder = sample.path.with_name(sample.path.name + ".evidence")
+    folder = sample.beside(".evidence")
     hidden = sorted(folder.iterdir())[0]
     shutil.move(hidden, folder.parent / hidden.name)
     with Mirror.open(sample) as mirror:
@@ -319,9 +327,9 @@ def test_a_missing_segment_is_noted_and_taken_in_when_it_is_back(sample: Ledger)
         assert mirror.rows("SELECT count(*) AS n FROM sample_rows")[0]["n"] == few + 8
 
 
-def test_numbers_that_json_has_no_place_for(tmp_path: Path) -> None:
+def test_numbers_that_json_has_no_place_for(store_url: str) -> None:
     clock = Clock()
-    with open_sample(tmp_path / "ledger.db", clock) as ledger:
+    with open_sample(store_url, clock) as ledger:
         writer = Writer(ledger, clock, "job ünïcode '\"", "dynamic", random.Random(1))
         writer.open()
         operation = writer.move(ROLL, "pause", float("nan"), moved_bytes=2**64 - 1)
@@ -342,9 +350,9 @@ def test_numbers_that_json_has_no_place_for(tmp_path: Path) -> None:
     assert stored["text"] == str(2**64 - 1)
 
 
-def test_components_with_quotes_in_their_names(tmp_path: Path) -> None:
+def test_components_with_quotes_in_their_names(store_url: str) -> None:
     clock = Clock()
-    with open_sample(tmp_path / "ledger.db", clock) as ledger:
+    with open_sample(store_url, clock) as ledger:
         part = observation.ComponentWindow(
             replicas=1, throughput=float("nan"), queue=5, running=1, waiting=0, busy_share=0.5
         )
@@ -360,9 +368,9 @@ def test_components_with_quotes_in_their_names(tmp_path: Path) -> None:
     assert rows == [{"component": "a \"b'.$", "queue": 5, "kv_use": None}]
 
 
-def test_leases_end_when_a_later_event_says_so(tmp_path: Path) -> None:
+def test_leases_end_when_a_later_event_says_so(store_url: str) -> None:
     clock = Clock()
-    with open_sample(tmp_path / "ledger.db", clock) as ledger:
+    with open_sample(store_url, clock) as ledger:
         writer = Writer(ledger, clock, "job", "static", random.Random(1))
         writer.open()
         with Mirror.open(ledger) as mirror:
@@ -382,21 +390,20 @@ def test_every_projection_opens_with_a_sentence() -> None:
 
 
 @pytest.mark.parametrize("damage", [b"{not json", b"\xff\xfe", b""])
-def test_damaged_events_are_one_error_that_names_verify(damage: bytes, sample: Ledger) -> None:
-    assert sample.path is not None
+def test_damaged_events_are_one_error_that_names_verify(
+    damage: bytes, sample: Ledger, store_url: str
+) -> None:
     Mirror.open(sample).close()
     writer = Writer(sample, Clock(), "demo-static", "static", random.Random(1))
     position = writer.window(9, 0.1, 1)
-    with contextlib.closing(sqlite3.connect(sample.path)) as connection:
-        connection.execute("DROP TRIGGER events_update")
-        connection.execute("UPDATE events SET data = ? WHERE position = ?", (damage, position))
-        connection.commit()
+    data = literal(store_url, damage)
+    attack(store_url, f"UPDATE events SET data = {data} WHERE position = {position}")
     with pytest.raises(NotALedger, match="shiftbook verify"):
         Mirror.open(sample)
 
 
-def test_an_empty_ledger_has_every_table_empty(tmp_path: Path) -> None:
-    with open_sample(tmp_path / "ledger.db") as ledger, Mirror.open(ledger) as mirror:
+def test_an_empty_ledger_has_every_table_empty(store_url: str) -> None:
+    with open_sample(store_url) as ledger, Mirror.open(ledger) as mirror:
         assert {name: len(table(mirror, name)) for name in TABLES} == dict.fromkeys(TABLES, 0)
 
 

@@ -20,10 +20,12 @@ import pytest
 from click.testing import CliRunner, Result
 
 from shiftbook.ledger.cli import main
-from shiftbook.ledger.dialect import open_dialect
+from shiftbook.ledger.dialect import open_dialect, side_path
 from shiftbook.ledger.events.job import ExperimentForked
+from shiftbook.ledger.evidence import write_segment
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.mirror import Mirror
+from shiftbook.ledger.spool import SUFFIX as SPOOL
 from shiftbook.ledger.tables import EVENTS
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.verdict import verify
@@ -39,11 +41,8 @@ def run(*arguments: str) -> Result:
 
 
 @pytest.fixture
-def urls(
-    tmp_path: Path, postgres: PostgresServer, postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, str]:
+def urls(tmp_path: Path, postgres: PostgresServer, postgres_url: str) -> tuple[str, str]:
     """The same ledger in a file and in a server."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with write_every_status(tmp_path / "ledger.db") as ledger:
         file_url = ledger.url
     Ledger.open(postgres_url).close()
@@ -201,3 +200,17 @@ def test_without_a_cache_folder_the_copy_is_in_memory(
         assert mirror.path is None
         assert mirror.size == ledger.head().size
     assert not os.path.exists("/proc/none")  # noqa: PTH110
+
+
+def test_what_cannot_be_made_again_lies_in_no_cache(
+    postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evidence and spools are kept among the user's data, copies and snapshots in the cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    with Ledger.open(postgres_url) as ledger:
+        segment = write_segment(ledger, {"a": [1, 2]})
+        assert [path.stem for path in (tmp_path / "data").rglob("*.parquet")] == [segment.sha256]
+        assert side_path(postgres_url, SPOOL).parent == tmp_path / "data" / "shiftbook"
+        for suffix in (".mirror.duckdb", ".snapshots"):
+            assert ledger.beside(suffix).parent == tmp_path / "cache" / "shiftbook"

@@ -166,6 +166,31 @@ def test_doctor_finds_triggers_that_are_gone(postgres_url: str, statement: str, 
     assert told in checks(result)["triggers"]["found"]
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TRIGGER events_insert ON events",
+        "DROP FUNCTION heads_refuse() CASCADE",
+        "ALTER TABLE nodes DISABLE TRIGGER nodes_change",
+        "CREATE OR REPLACE FUNCTION events_refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN RETURN NULL; END'",
+    ],
+)
+def test_the_owner_puts_triggers_back(postgres_url: str, statement: str) -> None:
+    """With the command that doctor names, and they refuse again."""
+    with Ledger.open(postgres_url) as ledger:
+        ledger.append("job", ExperimentForked(parent="p", reason="r"))
+    assert run_sql(postgres_url, statement) is None
+    role = f"w_{secrets.token_hex(4)}"
+    assert run("doctor", "--ledger", postgres_url, "--grant", role).exit_code == 0
+    result = run("doctor", "--ledger", postgres_url, "--format", "json")
+    assert checks(result)["triggers"]["status"] == "ok"
+    for refused in ("DELETE FROM events", "TRUNCATE heads", "UPDATE nodes SET level = 1"):
+        assert "append only" in (run_sql(postgres_url, refused) or ""), refused
+    with Ledger.open(postgres_url) as ledger:
+        ledger.append("job", ExperimentForked(parent="p", reason="r"))
+
+
 def test_doctor_finds_a_server_that_forgets(postgres: PostgresServer, postgres_url: str) -> None:
     """The server of the tests runs without fsync; a role's default is careless as well."""
     Ledger.open(postgres_url).close()

@@ -13,11 +13,10 @@ import os
 import random
 import shutil
 import signal
-import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ from shiftbook.ledger.merkle import tree_root
 from shiftbook.ledger.proof import check_proof, encode_proof, prove_event, prove_since
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Ed25519Signer
-from tests.ledger.stores import STORES, new_url
-from tests.ledger.test_head_signer import attack, grow
+from tests.ledger.stores import STORES, attack, copy_ledger, fetch, literal, new_url
+from tests.ledger.test_head_signer import grow
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 OTHER = Ed25519Signer("example.com/runs", bytes(32))
@@ -105,7 +104,33 @@ def test_every_earlier_head_is_continued(ledger: Ledger) -> None:
     assert (checked.kind, checked.size) == ("head", 590)
 
 
-def test_what_cannot_be_proved_is_said_so(ledger: Ledger, tmp_path: Path) -> None:
+def test_published_heads_are_checked_as_they_lie(tmp_path: Path) -> None:
+    """The file that `sign` writes, as it is: each head holds, and none goes back or forks."""
+    sizes = (7, 300, 590)
+    heads = [SignedHead.sign(size, bytes([size % 256]) * 32, KEY).data() for size in sizes]
+    file, pub = tmp_path / "heads", KEY.verifier.text()
+    file.write_bytes(b"".join(head + b"\n" for head in heads))
+    done = invoke("check", str(file), "--key", pub)
+    assert done.exit_code == 0, done.output
+    assert "head of example.com/runs, 590 events" in done.output
+    other = SignedHead.sign(590, bytes(32), KEY).data()
+    stranger = Ed25519Signer("example.com/others", bytes(32))
+    foreign = SignedHead.sign(600, bytes(32), stranger).data()
+    altered = heads[1].replace(b"\n300\n", b"\n301\n")
+    for wrong, code, says in (
+        ([*heads, heads[0]], 1, "two histories"),
+        ([*heads, other], 1, "two histories"),
+        ([*heads, foreign], 1, "others"),
+        ([heads[0], altered, heads[2]], 1, ""),
+        ([*heads, heads[2][:40]], 2, "neither at byte"),
+        ([b"", b""], 2, "empty"),
+    ):
+        file.write_bytes(b"".join(head + b"\n" for head in wrong))
+        done = invoke("check", str(file), "--key", pub, "--key", stranger.verifier.text())
+        assert (done.exit_code, says in done.output) == (code, True), done.output
+
+
+def test_what_cannot_be_proved_is_said_so(ledger: Ledger, store_url: str) -> None:
     with pytest.raises(NoSignedHead, match="over position 595, found one of 590"):
         prove_event(ledger, 595)
     with pytest.raises(UnknownPosition):
@@ -119,17 +144,16 @@ def test_what_cannot_be_proved_is_said_so(ledger: Ledger, tmp_path: Path) -> Non
         prove_since(ledger, SignedHead.sign(601, bytes(32), KEY))
     with pytest.raises(ProofInvalid, match="rewritten or forked"):
         prove_since(ledger, SignedHead.sign(300, bytes(32), KEY))
-    with Ledger.open(f"sqlite:///{tmp_path}/new.db") as empty, pytest.raises(NoSignedHead):
+    with Ledger.open(store_url) as empty, pytest.raises(NoSignedHead):
         prove_event(empty, 0)
 
 
-def test_a_ledger_that_was_changed_gives_no_proof(signed: Path, tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    shutil.copy(signed, path)
+def test_a_ledger_that_was_changed_gives_no_proof(store_url: str) -> None:
+    write_signed(store_url)
     data = b'{"position":20}'
-    attack(path, f"update events set data = x'{data.hex()}' where position = 20",
-           f"update events set leaf = x'{leaf_hash(data).hex()}' where position = 20")  # fmt: skip
-    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+    changed = f"data = {literal(store_url, data)}, leaf = {literal(store_url, leaf_hash(data))}"
+    attack(store_url, f"update events set {changed} where position = 20")
+    with Ledger.open(store_url, read_only=True) as ledger:
         with pytest.raises(ProofInvalid, match="fit its signed head"):
             prove_event(ledger, 20)
         with pytest.raises(ProofInvalid):
@@ -209,11 +233,13 @@ def test_an_event_that_claims_another_place_is_refused(tmp_path: Path) -> None:
 # -- the command line ------------------------------------------------------------------------
 
 
-def test_key_sign_prove_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_sign_prove_and_check(
+    store_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with Ledger.open("sqlite:///book.db", writer="w") as ledger:
+    with Ledger.open(store_url, writer="w") as ledger:
         grow(ledger, 20)
-    monkeypatch.setenv("SHIFTBOOK_LEDGER", "sqlite:///book.db")
+    monkeypatch.setenv("SHIFTBOOK_LEDGER", store_url)
     made = invoke("key", "new", "--name", "example.com/runs", "-o", "safe.key")
     assert made.exit_code == 0
     pub = made.stdout.strip()
@@ -233,7 +259,7 @@ def test_key_sign_prove_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "first").write_bytes(first)
 
     assert invoke("prove", "3", "-o", "three.json").exit_code == 0
-    with Ledger.open("sqlite:///book.db", writer="w") as ledger:
+    with Ledger.open(store_url, writer="w") as ledger:
         grow(ledger, 20)
     published = invoke(
         "sign", "--key", "safe.key", "--publish", "out", "--publish", "exec:tee seen"
@@ -280,30 +306,29 @@ def test_key_sign_prove_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_sign_refuses_a_rollback_with_exit_code_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store_urls: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SHIFTBOOK_LEDGER", "sqlite:///book.db")
+    url, old = store_urls("book"), store_urls("old")
     invoke("key", "new", "-o", "k")
-    with Ledger.open("sqlite:///book.db", writer="w") as ledger:
+    with Ledger.open(url, writer="w") as ledger:
         grow(ledger, 5)
-    shutil.copy("book.db", "old.db")
-    with Ledger.open("sqlite:///book.db", writer="w") as ledger:
+    copy_ledger(url, old)
+    with Ledger.open(url, writer="w") as ledger:
         grow(ledger, 5)
-    assert invoke("sign", "--key", "k").exit_code == 0
-    shutil.copy("old.db", "book.db")
-    refused = invoke("sign", "--key", "k")
+    assert invoke("sign", "--ledger", url, "--key", "k").exit_code == 0
+    refused = invoke("sign", "--ledger", old, "--key", "k")
     assert refused.exit_code == 1
     assert "rolled back" in refused.stderr
 
 
-def test_sign_follow_signs_what_comes_and_what_is_left(tmp_path: Path) -> None:
-    path, key = tmp_path / "book.db", tmp_path / "k"
+def test_sign_follow_signs_what_comes_and_what_is_left(store_url: str, tmp_path: Path) -> None:
+    key = tmp_path / "k"
     assert invoke("key", "new", "-o", str(key)).exit_code == 0
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+    with Ledger.open(store_url, writer="w") as ledger:
         grow(ledger, 5)
         with subprocess.Popen(
-            [*SHIFTBOOK, "sign", "--ledger", str(path), "--key", str(key), "--follow",
+            [*SHIFTBOOK, "sign", "--ledger", store_url, "--key", str(key), "--follow",
              "--every", "5", "--each", "3600"],
             stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
         ) as process:  # fmt: skip
@@ -316,9 +341,8 @@ def test_sign_follow_signs_what_comes_and_what_is_left(tmp_path: Path) -> None:
             assert json.loads(process.stdout.readline())["size"] == 14
             assert process.wait(30) == 0
         assert ledger.tree().root(14) == tree_root(row.leaf for row in ledger.rows())
-    with sqlite3.connect(path) as connection:
-        sizes = [size for (size,) in connection.execute("select size from heads order by size")]
-    assert sizes == [5, 12, 14]
+    sizes = fetch(store_url, "SELECT size FROM heads ORDER BY size")
+    assert sizes == [(5,), (12,), (14,)]
 
 
 def test_a_hash_has_one_spelling(ledger: Ledger) -> None:

@@ -1,14 +1,13 @@
 """Goal: what a shadow showed stands in the ledger once; a disagreement freezes in the same step.
 
 Method: the gate is given comparisons that agree and that do not, twice, from two handles at once,
-of closed and of unknown jobs; events, folded state, log line and SQL are looked at.
+of closed and of unknown jobs, on each store; events, folded state, log line and SQL are looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,8 +53,8 @@ def compared(agreed: bool = True, **fields: Any) -> ShadowCompared:
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    with Ledger.open(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
+def gate(store_url: str) -> Iterator[Gate]:
+    with Ledger.open(store_url) as ledger:
         made = Gate(ledger)
         running(made)
         ledger.append("j", bundle())
@@ -96,9 +95,9 @@ def test_a_disagreement_freezes_the_job_in_the_same_decision(gate: Gate) -> None
     assert types(gate)[-1] == "ShadowCompared"
 
 
-def test_two_shadows_at_once_make_one_record(gate: Gate, tmp_path: Path) -> None:
+def test_two_shadows_at_once_make_one_record(gate: Gate, store_url: str) -> None:
     def tell(_: int) -> bool:
-        with Ledger.open(f"sqlite:///{tmp_path / 'ledger.db'}", create=False) as ledger:
+        with Ledger.open(store_url, create=False) as ledger:
             return Gate(ledger).shadowed("j", compared(agreed=False), by="shadow") is not None
 
     with ThreadPoolExecutor(4) as pool:

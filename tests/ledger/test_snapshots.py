@@ -1,11 +1,11 @@
 """Snapshots give the state that a fold over all events gives, whatever happens to their files.
 
 Method: random histories of random events (of every type, lawful or not, since a fold takes any) go
-into a real ledger, with limits so small that snapshots are written and jobs are dropped from memory
-all the time. Between appends the snapshot files are deleted, torn, altered, swapped, put back from
-earlier or from a copy of the ledger that went another way, or said to be of other code. After each
-step a handle that has lived all along, a fresh one, and a decision under the append lock must see
-what the full fold sees.
+into a real ledger on either store, with limits so small that snapshots are written and jobs are
+dropped from memory all the time. Between appends the snapshot files are deleted, torn, altered,
+swapped, put back from earlier or from a copy of the ledger that went another way, or said to be of
+other code. After each step a handle that has lived all along, a fresh one, and a decision under the
+append lock must see what the full fold sees.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from shiftbook.ledger import folding, snapshots
+from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events import job, lease, observation, reallocation, safety
@@ -34,6 +35,7 @@ from shiftbook.ledger.snapshots import Snapshots, fold_code
 from shiftbook.ledger.state import LedgerState, fold
 from shiftbook.ledger.topology import Topology
 from tests.ledger.sample_ledger import write_sample
+from tests.ledger.stores import copy_ledger, new_url
 from tests.strategies import events
 
 JOBS = ("a", "b", "c", "d")
@@ -58,9 +60,11 @@ DRAFTS = st.lists(
 
 
 @pytest.fixture(autouse=True)
-def small_limits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything that happens once in thousands of events happens all the time."""
     with monkeypatch.context() as patch:
+        # Where the snapshots of a server's ledger lie; a machine asks for no fixture of a store.
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         patch.setattr(folding, "SNAPSHOT_EVENTS", 2)
         patch.setattr(folding, "SNAPSHOT_SHARE", 1_000_000)
         patch.setattr(folding, "SHARED_EVENTS", 3)
@@ -80,20 +84,32 @@ def seen(state: LedgerState) -> dict[str, Any]:
     }
 
 
-def files(ledger: Path) -> list[Path]:
+def folder_of(url: str) -> Path:
+    """Where the snapshots of a ledger lie."""
+    return side_path(url, ".snapshots")
+
+
+def files(url: str) -> list[Path]:
     """Snapshot files of a ledger."""
-    return sorted(ledger.with_name(ledger.name + ".snapshots").glob("*.snapshot"))
+    return sorted(folder_of(url).glob("*.snapshot"))
+
+
+def prefix(ledger: Ledger, size: int) -> list[bytes]:
+    """Bytes of the first events."""
+    return [row.data for row in ledger.rows(until=size - 1)]
 
 
 class SnapshotMachine(RuleBasedStateMachine):
     """A ledger, its snapshots, and somebody who is rough with them."""
 
+    store = "sqlite"
+
     @initialize()
     def begin(self) -> None:
         memory = Path("/dev/shm")
         self.folder = tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
-        self.path = Path(self.folder.name) / "book.db"
-        self.ledger = Ledger.open(f"sqlite:///{self.path}")
+        self.url = new_url(self.store, Path(self.folder.name))
+        self.ledger = Ledger.open(self.url)
         self.earlier: dict[str, bytes] = {}
 
     def teardown(self) -> None:
@@ -107,7 +123,7 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule(job=st.sampled_from(JOBS), drafts=DRAFTS)
     def append_by_another(self, job: str, drafts: list[Draft]) -> None:
-        with Ledger.open(f"sqlite:///{self.path}") as other:
+        with Ledger.open(self.url) as other:
             other.append(job, drafts)
 
     @rule(job=st.sampled_from(JOBS), drafts=DRAFTS)
@@ -127,7 +143,7 @@ class SnapshotMachine(RuleBasedStateMachine):
     )
     def damage(self, how: str, number: int, place: int) -> None:
         # What is drawn depends on no file: their sizes change with the time of day.
-        found = files(self.path)
+        found = files(self.url)
         if not found:
             return
         path = found[number % len(found)]
@@ -148,32 +164,31 @@ class SnapshotMachine(RuleBasedStateMachine):
 
     @rule()
     def remember_files(self) -> None:
-        self.earlier = {path.name: path.read_bytes() for path in files(self.path)}
+        self.earlier = {path.name: path.read_bytes() for path in files(self.url)}
 
     @rule()
     def put_back_earlier_files(self) -> None:
-        folder = self.path.with_name(self.path.name + ".snapshots")
-        folder.mkdir(exist_ok=True)
+        folder = folder_of(self.url)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.earlier.items():
             (folder / name).write_bytes(content)
 
     @rule(job=st.sampled_from(JOBS), ours=DRAFTS, theirs=DRAFTS)
     def snapshots_of_a_fork(self, job: str, ours: list[Draft], theirs: list[Draft]) -> None:
-        fork = self.path.with_name("fork.db")
+        fork = new_url(self.store, Path(self.folder.name), "fork")
         self.ledger.close()  # the whole log is in the file
-        shutil.copyfile(self.path, fork)
-        self.ledger = Ledger.open(f"sqlite:///{self.path}")
+        copy_ledger(self.url, fork)
+        self.ledger = Ledger.open(self.url)
         self.ledger.append(job, ours)
-        with Ledger.open(f"sqlite:///{fork}") as other:
+        with Ledger.open(fork) as other:
+            assert prefix(other, other.head().size) == prefix(self.ledger, other.head().size)
             for _ in range(3):
                 other.append(job, theirs)
             seen(other.state())
-        folder = self.path.with_name(self.path.name + ".snapshots")
-        folder.mkdir(exist_ok=True)
+        folder_of(self.url).mkdir(parents=True, exist_ok=True)
         for path in files(fork):
-            shutil.copyfile(path, folder / path.name)
-        shutil.rmtree(fork.with_name(fork.name + ".snapshots"), ignore_errors=True)
-        fork.unlink()
+            shutil.copyfile(path, folder_of(self.url) / path.name)
+        shutil.rmtree(folder_of(fork), ignore_errors=True)
 
     @invariant()
     def all_see_the_full_fold(self) -> None:
@@ -181,16 +196,22 @@ class SnapshotMachine(RuleBasedStateMachine):
             return
         full = seen(fold(self.ledger.read()))
         assert seen(self.ledger.state()) == full
-        with Ledger.open(f"sqlite:///{self.path}", read_only=True) as fresh:
+        with Ledger.open(self.url, read_only=True) as fresh:
             assert seen(fresh.state()) == full
 
 
-def run_machine(examples: int, steps: int) -> None:
-    """Run the machine; the fixture's limits hold for all of its runs."""
+class PostgresSnapshotMachine(SnapshotMachine):
+    """The same beside a server, where only the folder of the snapshots is on this machine."""
+
+    store = "postgresql"
+
+
+def run_machine(machine: type[SnapshotMachine], examples: int, steps: int) -> None:
+    """Run a machine; the fixture's limits hold for all of its runs."""
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(
-        SnapshotMachine,
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=steps,
@@ -201,38 +222,48 @@ def run_machine(examples: int, steps: int) -> None:
     )
 
 
-def test_states_equal_the_full_fold() -> None:
-    run_machine(examples=12, steps=12)
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [(SnapshotMachine, 12), (PostgresSnapshotMachine, 6)],
+    ids=["sqlite", "postgresql"],
+)
+def test_states_equal_the_full_fold(machine: type[SnapshotMachine], examples: int) -> None:
+    run_machine(machine, examples=examples, steps=12)
 
 
 @pytest.mark.slow
-def test_states_equal_the_full_fold_over_many_histories() -> None:
-    run_machine(examples=150, steps=30)
+@pytest.mark.parametrize(
+    ("machine", "examples"),
+    [(SnapshotMachine, 150), (PostgresSnapshotMachine, 50)],
+    ids=["sqlite", "postgresql"],
+)
+def test_states_equal_the_full_fold_over_many_histories(
+    machine: type[SnapshotMachine], examples: int
+) -> None:
+    run_machine(machine, examples=examples, steps=30)
 
 
 def test_a_second_handle_starts_from_the_snapshots(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "book.db"
-    with write_sample(path) as ledger:
+    with write_sample(store_url) as ledger:
         whole = seen(ledger.state())
         name = next(iter(ledger.jobs()))
-    assert files(path)
+    assert files(store_url)
     taken: list[int] = []
     take = folding._take
     monkeypatch.setattr(folding, "_take", lambda known, row: (taken.append(1), take(known, row)))
-    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+    with Ledger.open(store_url, read_only=True) as ledger:
         ledger.state().job(name)
         assert len(taken) <= folding.SNAPSHOT_EVENTS
         assert seen(ledger.state()) == whole
 
 
-def test_of_other_code_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "book.db"
-    with write_sample(path) as ledger:
+def test_of_other_code_is_not_used(store_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with write_sample(store_url) as ledger:
         seen(ledger.state())
         name = next(iter(ledger.jobs()))
-    ours = Snapshots(path.with_name(path.name + ".snapshots"))
+    ours = Snapshots(folder_of(store_url))
     assert ours.job(name) is not None
     assert ours.shared() is not None
     monkeypatch.setattr(snapshots, "fold_code", lambda: "f" * 64)
@@ -256,9 +287,8 @@ def test_the_code_is_told_by_its_source(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-def test_numbers_that_are_not_finite_come_back(tmp_path: Path, value: str) -> None:
-    path = tmp_path / "book.db"
-    with write_sample(path) as ledger:
+def test_numbers_that_are_not_finite_come_back(store_url: str, value: str) -> None:
+    with write_sample(store_url) as ledger:
         proposed = next(ledger.read(types=["ReallocationProposed"]))
         body = dict(proposed.body, predicted_gain_s=value)
         event = reallocation.ReallocationProposed.model_validate(body)
@@ -270,23 +300,22 @@ def test_numbers_that_are_not_finite_come_back(tmp_path: Path, value: str) -> No
             ledger.append(proposed.job, event, operation="odd")
         full = seen(fold(ledger.read()))
         assert seen(ledger.state()) == full
-    with Ledger.open(f"sqlite:///{path}") as ledger:
-        assert Snapshots(path.with_name(path.name + ".snapshots")).job(proposed.job) is not None
+    with Ledger.open(store_url) as ledger:
+        assert Snapshots(folder_of(store_url)).job(proposed.job) is not None
         assert seen(ledger.state()) == full
 
 
-def test_where_nothing_can_be_written_all_is_folded(tmp_path: Path) -> None:
-    path = tmp_path / "book.db"
-    with write_sample(path) as ledger:
+def test_where_nothing_can_be_written_all_is_folded(store_url: str) -> None:
+    with write_sample(store_url) as ledger:
         # A file where the folder would be: as good as a disk without room, for any user.
-        path.with_name(path.name + ".snapshots").write_text("not a folder")
+        folder_of(store_url).write_text("not a folder")
         assert seen(ledger.state()) == seen(fold(ledger.read()))
-    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+    with Ledger.open(store_url, read_only=True) as ledger:
         assert seen(ledger.state()) == seen(fold(ledger.read()))
 
 
-def test_a_state_is_not_to_be_changed(tmp_path: Path) -> None:
-    with write_sample(tmp_path / "book.db") as ledger:
+def test_a_state_is_not_to_be_changed(store_url: str) -> None:
+    with write_sample(store_url) as ledger:
         jobs = ledger.state().jobs
         with pytest.raises(TypeError, match="copy it first"):
             jobs["x"] = JobState("x")
@@ -294,8 +323,8 @@ def test_a_state_is_not_to_be_changed(tmp_path: Path) -> None:
             del jobs[next(iter(jobs))]
 
 
-def test_events_of_unknown_type_move_a_job_on(tmp_path: Path) -> None:
-    with Ledger.open(f"sqlite:///{tmp_path}/book.db") as ledger:
+def test_events_of_unknown_type_move_a_job_on(store_url: str) -> None:
+    with Ledger.open(store_url) as ledger:
         event = observation.PipelineObserved(
             components=("a",), edges=(), found_by="t", matches_declared=True
         )
@@ -308,9 +337,9 @@ LOOK_ALIKE = '"recorded_ns":1,"schema":1,"sequence":1,"type":"Nothing","version"
 """The end of an event that would change nothing."""
 
 
-def test_an_event_that_names_the_end_of_another_is_folded_as_what_it_is(tmp_path: Path) -> None:
+def test_an_event_that_names_the_end_of_another_is_folded_as_what_it_is(store_url: str) -> None:
     """Types that change nothing are told by the end of the bytes, which a text may imitate."""
-    with Ledger.open(f"sqlite:///{tmp_path}/book.db", writer=LOOK_ALIKE) as ledger:
+    with Ledger.open(store_url, writer=LOOK_ALIKE) as ledger:
         event = safety.SafeModeEntered(reason=LOOK_ALIKE, by=LOOK_ALIKE, topology=Topology())
         ledger.append("a", event)
         assert ledger.state().job("a").safe_mode == LOOK_ALIKE

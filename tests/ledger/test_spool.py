@@ -431,17 +431,25 @@ def test_threads_record_while_the_ledger_comes_and_goes(door: Door, tmp_path: Pa
     assert os.listdir(tmp_path / "spool") == []  # noqa: PTH208
 
 
-def test_a_locked_ledger_does_not_stop_the_training(tmp_path: Path) -> None:
+HOLDER = """
+import sys
+from shiftbook.ledger.ledger import Ledger
+
+def hold(state):
+    print("held", flush=True)
+    sys.stdin.readline()
+
+with Ledger.open(sys.argv[1]) as ledger:
+    ledger.decide(hold)
+"""
+
+
+def test_a_locked_ledger_does_not_stop_the_training(store_url: str, tmp_path: Path) -> None:
     """The real thing: another process holds the ledger's lock, then gives it back."""
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom shiftbook.ledger.file_lock import FileLock\n"
-        "lock = FileLock(Path(sys.argv[1]), 5); lock.acquire(); print('held', flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db", lock_timeout_s=0.05) as ledger:
+    with Ledger.open(store_url, lock_timeout_s=0.05) as ledger:
         writer = SpoolingWriter(ledger.append, tmp_path / "spool")
         with subprocess.Popen(
-            [sys.executable, "-c", code, f"{ledger.path}.lock"],
+            [sys.executable, "-c", HOLDER, store_url],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

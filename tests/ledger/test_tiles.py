@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.signing_keys import Ed25519Signer
 from shiftbook.ledger.tiles import tile_path, write_tiles
-from tests.ledger.test_head_signer import attack, grow
+from tests.ledger.stores import attack, literal
+from tests.ledger.test_head_signer import grow
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 
@@ -140,27 +142,29 @@ def test_only_what_is_new_is_written(store_url: str, tmp_path: Path) -> None:
     assert changed == {"checkpoint"}
 
 
-def test_a_folder_of_another_history_is_refused(tmp_path: Path) -> None:
-    folder, path = tmp_path / "tiles", tmp_path / "ledger.db"
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+def test_a_folder_of_another_history_is_refused(
+    store_urls: Callable[[str], str], tmp_path: Path
+) -> None:
+    folder, url = tmp_path / "tiles", store_urls("ledger")
+    with Ledger.open(url, writer="w") as ledger:
         grow(ledger, 300)
         HeadSigner(ledger, KEY).sign()
         write_tiles(ledger, folder)
-    with Ledger.open(f"sqlite:///{tmp_path}/other.db", writer="w") as other:
+    with Ledger.open(store_urls("other"), writer="w") as other:
         grow(other, 400, "another")
         HeadSigner(other, KEY).sign()
         with pytest.raises(ProofInvalid, match="which is none"):
             write_tiles(other, folder)
     tile = folder / "tile" / "0" / "001.p" / "44"
     tile.write_bytes(tile.read_bytes()[::-1])
-    with Ledger.open(f"sqlite:///{path}", writer="w") as ledger:
+    with Ledger.open(url, writer="w") as ledger:
         with pytest.raises(ProofInvalid, match="another history or is damaged"):
             write_tiles(ledger, folder)
         (folder / "checkpoint").write_bytes(b"x")
         with pytest.raises(ProofInvalid, match="empty the folder"):
             write_tiles(ledger, folder)
         shutil.rmtree(folder)
-        attack(path, "update events set data = x'7b7d' where position = 299")
+        attack(url, f"update events set data = {literal(url, b'{}')} where position = 299")
         with pytest.raises(ProofInvalid, match="shiftbook verify"):
             write_tiles(ledger, folder)
         assert not (folder / "checkpoint").exists()

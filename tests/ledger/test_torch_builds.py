@@ -18,7 +18,7 @@ def found(
     installed = {name.replace("_", "-"): version for name, version in versions.items()}
     patch.setattr(health, "installed_version", installed.get)
     patch.setattr(health, "torch_build", lambda: build)
-    extras = health.check_extras(lambda name: True)
+    extras = health.check_extras(installed.get)
     return {c.name: c for c in health.check_torch()}, {c.name: c for c in extras}
 
 

@@ -2,7 +2,7 @@
 
 Method: bodies of every older schema are taken from the golden ledger of schema 1 and lifted; the
 register of upcasters is compared with the models; bytes of schema 1 are put into a new ledger
-beside present ones, folded, printed, retried under their key and judged.
+beside present ones, on each store, folded, printed, retried under their key and judged.
 """
 
 from __future__ import annotations
@@ -76,9 +76,12 @@ def test_schema_2_without_its_field_is_invalid() -> None:
         parse("DivergenceFlagged", 2, dict(FLAGGED))
 
 
-def test_old_events_of_a_golden_ledger(tmp_path: Path) -> None:
-    path = unpack(ASSETS / "schema-1" / "statuses.tar.xz", tmp_path)
-    with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
+def test_old_events_of_a_golden_ledger(store_url: str, tmp_path: Path) -> None:
+    path = unpack(ASSETS / "schema-1" / "statuses.tar.xz", tmp_path / "golden")
+    with Ledger.open(f"sqlite:///{path}", read_only=True) as golden:
+        stored = list(golden.read())
+    with Ledger.open(store_url) as ledger:
+        ledger.restore(stored)
         (old,) = ledger.read(types={"DivergenceFlagged"})
         assert (old.schema, "severity" in old.body) == (1, False)
         parsed = old.parsed()
@@ -90,10 +93,10 @@ def test_old_events_of_a_golden_ledger(tmp_path: Path) -> None:
             assert mirror.rows("SELECT severity FROM findings") == [{"severity": "stop"}]
 
 
-def test_a_retry_by_a_newer_build_meets_what_an_older_one_wrote(tmp_path: Path) -> None:
+def test_a_retry_by_a_newer_build_meets_what_an_older_one_wrote(store_url: str) -> None:
     old = FlaggedOne.model_validate(FLAGGED)
     assert (old.type_(), old.schema_, old.plain()) == ("DivergenceFlagged", 1, FLAGGED)
-    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+    with Ledger.open(store_url) as ledger:
         first = ledger.append("job", old, key="k")
         again = ledger.append("job", DivergenceFlagged(severity="stop", **FLAGGED), key="k")
         assert again.repeated
