@@ -129,8 +129,8 @@ class LocalFolder:
 
     def _begin(self) -> None:
         if not self.folder.is_dir():
-            # That of a server's ledger lies in a folder of the user's that need not be there yet, and is,
-            # like the ledger, nobody else's to read.
+            # That of a server's ledger lies in a folder of the user's that need not be there, and
+            # is, like the ledger, nobody else's to read.
             missing = [folder for folder in self.folder.parents if not folder.is_dir()]
             self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
