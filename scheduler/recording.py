@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import uuid
@@ -13,6 +14,8 @@ from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.spool import RETRY_S, SpoolingWriter, drain_leftovers
 from shiftbook.scheduler.writer import WriterClient
+
+log = logging.getLogger(__name__)
 
 Drafts = Sequence[Draft] | Callable[[], Sequence[Draft]]
 
@@ -26,7 +29,9 @@ class Recording:
         folder = side_path(ledger_url, ".spool")
         folder.mkdir(parents=True, exist_ok=True)
         # What processes that ended left behind comes first.
-        drain_leftovers(self._client.append, folder)
+        for writer, left in drain_leftovers(self._client.append, folder).items():
+            for what in left.rejected:
+                log.warning("a record that %s had spooled is not in the ledger: %s", writer, what)
         self._writer = SpoolingWriter(self._client.append, folder, retry_s=RETRY_S)
         self._queue: queue.SimpleQueue[tuple[Drafts, str] | threading.Event] = queue.SimpleQueue()
         self._error: BaseException | None = None
