@@ -64,7 +64,8 @@ SWALLOWED = {
     ("unlink", "log"),
     ("unlink", "index"),
 }
-"""Calls of an append whose failure nobody is told, with the file: docs/ledger.md says why each does
+SWALLOWED_BY_SIGNER = {("fsync", "heads"), ("fsync", "folder")}
+"""Calls of an append, and further ones of a signature, whose failure nobody is told, with the file: docs/ledger.md says why each does
 no harm, and the tests below that it does none."""
 
 
@@ -455,7 +456,7 @@ def _kind(hit: str) -> str:
     assert found, hit
     for suffix, kind in (
         (".lock", "lock"), ("-wal", "log"), ("-shm", "index"), ("-journal", "journal"),
-        ("ledger.db", "ledger"),
+        ("ledger.db", "ledger"), ("/heads", "heads"),
     ):  # fmt: skip
         if found[1].endswith(suffix):
             return kind
@@ -473,11 +474,11 @@ def test_the_failures_that_nobody_is_told_are_the_documented_ones(
         for case in sweep(act, call, "error=EIO", template, tmp_path, every=True):
             if not case.failed:
                 found.add((call, _kind(case.hit)))
-    if act == "append":
-        assert found == SWALLOWED
-    assert found <= SWALLOWED, found - SWALLOWED
+    allowed = SWALLOWED | SWALLOWED_BY_SIGNER if act == "sign" else SWALLOWED
+    assert found <= allowed, found - allowed
+    assert act != "append" or found == SWALLOWED
     text = (ROOT / "docs" / "ledger.md").read_text(encoding="utf-8")
-    for call, kind in SWALLOWED:
+    for call, kind in allowed:
         assert re.search(rf"^\| `{call}` \| {kind} \|", text, re.MULTILINE), (call, kind)
 
 
