@@ -65,8 +65,8 @@ SWALLOWED = {
     ("unlink", "index"),
 }
 SWALLOWED_BY_SIGNER = {("fsync", "heads"), ("fsync", "folder")}
-"""Calls of an append, and further ones of a signature, whose failure nobody is told, with the file: docs/ledger.md says why each does
-no harm, and the tests below that it does none."""
+"""Calls of an append, and further ones of a signature, whose failure nobody is told, with the file:
+docs/ledger.md says why each does no harm, and the tests below that it does none."""
 
 
 @cache
