@@ -8,6 +8,7 @@ reach of those who can write the database: that is all that a published head is 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shlex
 import subprocess
@@ -197,9 +198,15 @@ class UrlOutlet(Outlet):
 
 
 class CommandOutlet(Outlet):
-    """A command that gets each head on its standard input and accepts it by exit code 0."""
+    """A command that gets each head on its standard input and accepts it by exit code 0.
 
-    def __init__(self, command: str, limit_s: float = COMMAND_LIMIT_S) -> None:
+    ``memory`` is a file that keeps the last head that it accepted, for later processes: a command
+    cannot be asked. Without it each process offers the newest head first.
+    """
+
+    def __init__(
+        self, command: str, limit_s: float = COMMAND_LIMIT_S, memory: Path | None = None
+    ) -> None:
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -211,9 +218,20 @@ class CommandOutlet(Outlet):
         self._limit_s = limit_s
         self.name = COMMAND_PREFIX + self._words[0]
         self._accepted: SignedHead | None = None
+        self._memory = memory
 
     def last(self) -> SignedHead | None:
-        """The last head that it accepted from this process."""
+        """The last head that it accepted, as far as that was kept."""
+        if self._accepted is None and self._memory is not None:
+            do = f"restore {self._memory}, or delete it to begin with the newest head"
+            try:
+                self._accepted = SignedHead.parse(self._memory.read_bytes())
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise self._failed(error.strerror or error, do) from error
+            except InvalidNote as error:
+                raise self._failed(f"no head in its memory ({error})", do) from error
         return self._accepted
 
     def publish(self, head: SignedHead) -> None:
@@ -237,6 +255,14 @@ class CommandOutlet(Outlet):
                 f"exit code {done.returncode} {told[-1] if told else ''}".strip(), do
             )
         self._accepted = head
+        if self._memory is not None:
+            try:
+                _replace(self._memory, head.data())
+            except OSError as error:
+                raise self._failed(
+                    f"{error.strerror or error}, although the head was accepted",
+                    f"make {self._memory} writable; the head is offered again next time",
+                ) from error
 
 
 _MEND = "check the place and the permissions; the head is offered again next time"
@@ -249,6 +275,16 @@ def _is_head(data: bytes) -> bool:
     except InvalidNote:
         return False
     return True
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(path.name + ".new")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_path(path.parent)
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -290,10 +326,17 @@ def _names(fs: Any, root: str) -> list[str]:
     )
 
 
-def open_outlet(target: str) -> Outlet:
-    """``exec:COMMAND``, an fsspec URL of a folder, or the path of a file. Raises InvalidInput."""
+def open_outlet(target: str, *, key_file: Path | None = None) -> Outlet:
+    """``exec:COMMAND``, an fsspec URL of a folder, or the path of a file. Raises InvalidInput.
+
+    Beside ``key_file`` is kept what a command accepted last, in a file for each command.
+    """
     if target.startswith(COMMAND_PREFIX):
-        return CommandOutlet(target.removeprefix(COMMAND_PREFIX))
+        command = target.removeprefix(COMMAND_PREFIX)
+        if key_file is None:
+            return CommandOutlet(command)
+        of = hashlib.sha256(command.encode()).hexdigest()[:8]
+        return CommandOutlet(command, memory=key_file.with_name(f"{key_file.name}.accepted-{of}"))
     if "://" in target:
         return UrlOutlet(target)
     if not target or Path(target).is_dir():

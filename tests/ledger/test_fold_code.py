@@ -97,3 +97,18 @@ def test_a_snapshot_of_another_fold_is_not_used(
         monkeypatch.undo()
         fold_code.cache_clear()
     assert kept.job(name) is not None
+
+
+def test_a_file_in_the_place_of_their_folder_turns_snapshots_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What docs/proofs.md says to whoever trusts no folder on this machine."""
+    monkeypatch.setattr(folding, "SNAPSHOT_EVENTS", 2)
+    off = tmp_path / "book.db.snapshots"
+    off.touch()
+    with write_sample(tmp_path / "book.db") as ledger:
+        name = next(iter(ledger.jobs()))
+        assert ledger.state().job(name).version
+        assert ledger.state().job(name).name == name
+    assert off.is_file()
+    assert Snapshots(off).job(name) is None

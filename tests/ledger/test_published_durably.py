@@ -13,14 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from shiftbook.ledger.cli import main
 from shiftbook.ledger.errors import PublicationFailed
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.publication import FileOutlet, read_published
 from shiftbook.ledger.signed_note import SignedHead
-from shiftbook.ledger.signing_keys import Ed25519Signer
+from shiftbook.ledger.signing_keys import Ed25519Signer, write_signer
 
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
 
@@ -130,3 +132,31 @@ def test_a_damaged_last_head_is_never_cut_off(ledger: Ledger, tmp_path: Path, di
         with pytest.raises(PublicationFailed):
             signer_of(ledger, heads).sign()
         assert heads.read_bytes() == damaged
+
+
+def test_a_witness_gets_all_that_it_missed_from_processes_that_sign_once(tmp_path: Path) -> None:
+    """``shiftbook sign --publish exec:...``, time and again; the witness is away in between."""
+    url, key = f"sqlite:///{tmp_path}/ledger.db", tmp_path / "runs.key"
+    write_signer(KEY, key)
+    seen, away = tmp_path / "seen", tmp_path / "away"
+    command = f'exec:sh -c "test ! -e {away} && cat >> {seen}"'
+    sign = ["sign", "--ledger", url, "--key", str(key), "--publish", command]
+    for number in range(6):
+        with Ledger.open(url) as ledger:
+            grow(ledger)
+        gone = number in (2, 3)
+        if gone:
+            away.touch()
+        else:
+            away.unlink(missing_ok=True)
+        done = CliRunner().invoke(main, sign)
+        assert (done.exit_code != 0) == gone, done.output
+    assert sizes(seen) == [1, 2, 3, 4, 5, 6]
+    (kept,) = tmp_path.glob("runs.key.accepted-*")
+    assert SignedHead.parse(kept.read_bytes()).size == 6
+    kept.write_bytes(b"text")
+    with Ledger.open(url) as ledger:
+        grow(ledger)
+    done = CliRunner().invoke(main, sign)
+    assert done.exit_code != 0
+    assert "delete it to begin with the newest head" in done.output
