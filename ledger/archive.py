@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from shiftbook.ledger.archive_file import ArchiveFile
 from shiftbook.ledger.archive_format import Range
+from shiftbook.ledger.archive_heads import HEADS_SECTION, new_heads
 from shiftbook.ledger.archive_writer import ArchiveWriter
 from shiftbook.ledger.canonical import decode, leaf_hash
 from shiftbook.ledger.envelope import StoredEvent, unseal
@@ -240,12 +241,15 @@ def import_archive(
 
     What the ledger holds already must be the same bytes; the rest is appended in batches, each
     durable, so that an import that was interrupted goes on where it ended. A range is taken only
-    where the ledger holds the event before it. ``restore_section`` is given each section and says
-    whether it took it over. Raises ArchiveError for a file that is not whole, ArchiveMismatch
-    where the ledger has other events, and what an append raises.
+    where the ledger holds the event before it; heads of one size must be the same.
+    ``restore_section`` is given each section and says whether it took it over. Raises ArchiveError
+    for a file that is not whole, ArchiveMismatch where the ledger has other events or heads, having
+    written nothing, and what an append raises.
     """
     archive.require_sound()
     already = _refuse_other_events(archive, ledger)
+    if HEADS_SECTION in archive.section_names:
+        new_heads(ledger, archive.section(HEADS_SECTION))  # raises before anything is written
     place = writable_place(ledger) if archive.end["segments"] else None
     segments = 0
     for sha256, data in archive.segments():

@@ -48,14 +48,15 @@ def read_heads(data: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def restore_heads(ledger: Ledger, data: bytes) -> None:
-    """Put the heads of an archive into a ledger that holds its events, notes kept bit for bit.
+def new_heads(ledger: Ledger, data: bytes) -> list[SignedHead]:
+    """Heads of a section that a ledger lacks, smallest first; nothing is written.
 
-    Heads that stand there already must be the same. Raises ArchiveError or ArchiveMismatch.
+    Raises ArchiveError where the section is damaged, ArchiveMismatch where the ledger has another
+    head of one size, or a later one than a head that it lacks.
     """
-    tree = ledger.tree()
-    known = {head.size: head.data() for head in tree.heads()}
+    known = {head.size: head.data() for head in ledger.tree().heads()}
     after = max(known, default=0)
+    found = []
     for size, note in read_heads(data):
         if size in known:
             if known[size] != note:
@@ -70,10 +71,23 @@ def restore_heads(ledger: Ledger, data: bytes) -> None:
                 f"in {ledger.url}; import into a new ledger"
             )
         try:
-            head = SignedHead.parse(note)
+            found.append(SignedHead.parse(note))
         except InvalidNote as error:
             raise ArchiveError(f"expected a signed head of {size} events, found {error}") from error
-        tree.add_head(head, after, [])
         after = size
+    return found
+
+
+def restore_heads(ledger: Ledger, data: bytes) -> None:
+    """Put the heads of an archive into a ledger that holds its events, notes kept bit for bit.
+
+    Heads that stand there already must be the same. Raises ArchiveError or ArchiveMismatch.
+    """
+    tree = ledger.tree()
+    last = tree.last_head()
+    after = 0 if last is None else last.size
+    for head in new_heads(ledger, data):
+        tree.add_head(head, after, [])
+        after = head.size
     if after:
         tree.complete(after)

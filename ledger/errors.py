@@ -17,7 +17,7 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── ProofInvalid                a proof or signature that does not hold
 │   ├── NoSignedHead                nothing was signed that could be proved against
 │   ├── SigningRefused              the ledger does not continue what was signed before
-│   ├── SigningFailed               the signer could not keep what it was about to sign
+│   ├── SigningFailed               the signer could not keep its key or what it was to sign
 │   ├── PublicationFailed           a signed head did not reach a place outside the database
 │   ├── ArchiveError                an archive cannot be written, or is none, torn or altered
 │   │   └── ArchiveMismatch         the ledger holds other events than the archive
@@ -172,7 +172,7 @@ class SigningRefused(LedgerError):
 
 
 class SigningFailed(LedgerError):
-    """The signer could not keep in its memory what it was about to sign; nothing was signed."""
+    """The signer could not keep its key, or what it was about to sign; nothing was signed."""
 
 
 class PublicationFailed(LedgerError):

@@ -7,9 +7,12 @@ reach of those who can write the database: that is all that a published head is 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import shlex
 import subprocess
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,32 +57,54 @@ class Outlet(ABC):
 
 
 class FileOutlet(Outlet):
-    """A file with one head after the other, only ever appended to."""
+    """A file with one head after the other, only ever appended to.
+
+    What can be read there may have come no further than this machine's memory: the process that
+    wrote it died before its sync, or the sync failed. So the file is synced before its last head
+    counts as published. A second sync does not tell that the first one failed: what it was about is
+    written again before.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, str(path)
+        self._settled = False
+        """True once all that the file holds is known to be durable."""
+        self._again = False
+        """True where a sync failed."""
+        self._failed_at: int | None = None
+        """Offset of a head of this process whose sync failed."""
+        self._lock = threading.RLock()  # a head that is being written is not doubtful
 
     def last(self) -> SignedHead | None:
         """The last whole head; what a crash left of another after it is passed over."""
-        chunks = self._tail()
-        if not chunks:
-            return None
-        try:
-            return SignedHead.parse(chunks[-1][1])
-        except InvalidNote as error:
-            if len(chunks) == 1:
-                if chunks[0][0] == 0 and not chunks[0][1].endswith(b"\n"):
-                    return None
-                raise self._failed(f"its last head is damaged ({error})", _RESTORE) from error
-        try:
-            return SignedHead.parse(chunks[-2][1])
-        except InvalidNote as error:
-            raise self._failed(f"its last heads are damaged ({error})", _RESTORE) from error
+        with self._lock:
+            try:
+                self._settle()
+            except OSError as error:
+                raise self._failed(error.strerror or error, _MEND) from error
+            chunks = self._tail()
+            if not chunks:
+                return None
+            try:
+                return SignedHead.parse(chunks[-1][1])
+            except InvalidNote as error:
+                if len(chunks) == 1:
+                    if chunks[0][0] == 0 and not chunks[0][1].endswith(b"\n"):
+                        return None
+                    raise self._failed(f"its last head is damaged ({error})", _RESTORE) from error
+            try:
+                return SignedHead.parse(chunks[-2][1])
+            except InvalidNote as error:
+                raise self._failed(f"its last heads are damaged ({error})", _RESTORE) from error
 
     def publish(self, head: SignedHead) -> None:
         """Append a head; a torn one that a crash left is replaced by its whole."""
-        data = head.data()
+        with self._lock:
+            self._append(head.data())
+
+    def _append(self, data: bytes) -> None:
         try:
+            self._settle()
             chunks = self._tail()
             new = not self.path.exists()
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
@@ -89,6 +114,7 @@ class FileOutlet(Outlet):
                     if not data.startswith(torn):
                         raise self._failed("its last head is damaged", _RESTORE)
                     os.ftruncate(fd, offset)
+                self._settled, self._again, self._failed_at = False, True, os.fstat(fd).st_size
                 _write_all(fd, data + b"\n")
                 os.fsync(fd)
             finally:
@@ -96,7 +122,29 @@ class FileOutlet(Outlet):
             if new:
                 sync_path(self.path.parent)
         except OSError as error:
+            # At once, since the next call may be another process's; else it is done before that.
+            with contextlib.suppress(OSError):
+                self._settle()
             raise self._failed(error.strerror or error, _MEND) from error
+        self._settled, self._again, self._failed_at = True, False, None
+
+    def _settle(self) -> None:
+        """Make durable what the file holds, without the head whose sync failed."""
+        if self._settled or not self.path.exists():
+            return
+        fd = os.open(self.path, os.O_RDWR if self._again else os.O_RDONLY)
+        try:
+            if self._failed_at is not None:
+                os.ftruncate(fd, self._failed_at)
+            elif self._again:  # another process's heads are kept, whatever they are
+                for offset, chunk in self._tail():
+                    os.pwrite(fd, chunk, offset)
+            self._again = True
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        sync_path(self.path.parent)
+        self._settled, self._again, self._failed_at = True, False, None
 
     def _tail(self) -> list[tuple[int, bytes]]:
         """(offset, bytes) of the notes at the end; the first may have lost its beginning."""
@@ -150,9 +198,15 @@ class UrlOutlet(Outlet):
 
 
 class CommandOutlet(Outlet):
-    """A command that gets each head on its standard input and accepts it by exit code 0."""
+    """A command that gets each head on its standard input and accepts it by exit code 0.
 
-    def __init__(self, command: str, limit_s: float = COMMAND_LIMIT_S) -> None:
+    ``memory`` is a file that keeps the last head that it accepted, for later processes: a command
+    cannot be asked. Without it each process offers the newest head first.
+    """
+
+    def __init__(
+        self, command: str, limit_s: float = COMMAND_LIMIT_S, memory: Path | None = None
+    ) -> None:
         try:
             self._words = shlex.split(command)
         except ValueError as error:
@@ -164,9 +218,20 @@ class CommandOutlet(Outlet):
         self._limit_s = limit_s
         self.name = COMMAND_PREFIX + self._words[0]
         self._accepted: SignedHead | None = None
+        self._memory = memory
 
     def last(self) -> SignedHead | None:
-        """The last head that it accepted from this process."""
+        """The last head that it accepted, as far as that was kept."""
+        if self._accepted is None and self._memory is not None:
+            do = f"restore {self._memory}, or delete it to begin with the newest head"
+            try:
+                self._accepted = SignedHead.parse(self._memory.read_bytes())
+            except FileNotFoundError:
+                return None
+            except OSError as error:
+                raise self._failed(error.strerror or error, do) from error
+            except InvalidNote as error:
+                raise self._failed(f"no head in its memory ({error})", do) from error
         return self._accepted
 
     def publish(self, head: SignedHead) -> None:
@@ -190,6 +255,14 @@ class CommandOutlet(Outlet):
                 f"exit code {done.returncode} {told[-1] if told else ''}".strip(), do
             )
         self._accepted = head
+        if self._memory is not None:
+            try:
+                _replace(self._memory, head.data())
+            except OSError as error:
+                raise self._failed(
+                    f"{error.strerror or error}, although the head was accepted",
+                    f"make {self._memory} writable; the head is offered again next time",
+                ) from error
 
 
 _MEND = "check the place and the permissions; the head is offered again next time"
@@ -202,6 +275,16 @@ def _is_head(data: bytes) -> bool:
     except InvalidNote:
         return False
     return True
+
+
+def _replace(path: Path, data: bytes) -> None:
+    draft = path.with_name(path.name + ".new")
+    with draft.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    sync_path(path.parent)
 
 
 def _write_all(fd: int, data: bytes) -> None:
@@ -243,10 +326,17 @@ def _names(fs: Any, root: str) -> list[str]:
     )
 
 
-def open_outlet(target: str) -> Outlet:
-    """``exec:COMMAND``, an fsspec URL of a folder, or the path of a file. Raises InvalidInput."""
+def open_outlet(target: str, *, key_file: Path | None = None) -> Outlet:
+    """``exec:COMMAND``, an fsspec URL of a folder, or the path of a file. Raises InvalidInput.
+
+    Beside ``key_file`` is kept what a command accepted last, in a file for each command.
+    """
     if target.startswith(COMMAND_PREFIX):
-        return CommandOutlet(target.removeprefix(COMMAND_PREFIX))
+        command = target.removeprefix(COMMAND_PREFIX)
+        if key_file is None:
+            return CommandOutlet(command)
+        of = hashlib.sha256(command.encode()).hexdigest()[:8]
+        return CommandOutlet(command, memory=key_file.with_name(f"{key_file.name}.accepted-{of}"))
     if "://" in target:
         return UrlOutlet(target)
     if not target or Path(target).is_dir():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import os
 import secrets
@@ -20,7 +21,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from shiftbook.ledger.dialect import sync_path
-from shiftbook.ledger.errors import InvalidKey
+from shiftbook.ledger.errors import InvalidKey, SigningFailed
 
 ED25519 = 0x01
 """Algorithm byte of Ed25519 in C2SP signed-note."""
@@ -209,7 +210,8 @@ def _shown(text: str) -> str:
 def write_signer(signer: Ed25519Signer, path: Path) -> None:
     """Write a private key to a new file that only its owner may read (mode 0600).
 
-    Raises InvalidKey where the file is there already: a key is never overwritten.
+    Raises InvalidKey where the file is there already: a key is never overwritten; SigningFailed,
+    leaving no file, where it cannot be written.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -217,12 +219,27 @@ def write_signer(signer: Ed25519Signer, path: Path) -> None:
         raise InvalidKey(
             f"expected no file at {path} yet, found one; name another, a key is never overwritten"
         ) from error
-    with os.fdopen(fd, "w", encoding="utf-8") as file:
-        os.fchmod(fd, 0o600)
-        file.write(signer.private_text() + "\n")
-        file.flush()
-        os.fsync(fd)
-    sync_path(path.parent)
+    except OSError as error:
+        raise _not_written(path, error) from error
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            os.fchmod(fd, 0o600)
+            file.write(signer.private_text() + "\n")
+            file.flush()
+            os.fsync(fd)
+        sync_path(path.parent)
+    except OSError as error:
+        # A key that may be gone tomorrow is not handed out: nothing may be signed with it.
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: OSError) -> SigningFailed:
+    return SigningFailed(
+        f"expected to write a private key to {path}, found: {error.strerror or error}; make its "
+        "folder writable and give it space, or name another"
+    )
 
 
 def _read_text(path: Path) -> str:

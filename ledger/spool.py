@@ -54,7 +54,8 @@ class Drained:
     cause: str | None = None
     """Why some still wait; None when none does."""
     rejected: tuple[str, ...] = field(default=())
-    """Records that the ledger refuses for their content; they stand in ``<writer>.rejected``."""
+    """Records that the ledger refuses for their content, which stand in ``<writer>.rejected``; and
+    lines of the spool that are damaged, of which a copy stands in ``<writer>.spool.damaged``."""
 
 
 class SpoolingWriter:
@@ -141,6 +142,10 @@ class SpoolingWriter:
         The outage itself is recorded: LedgerUnreachable before the records and LedgerRestored
         after them. A record that the ledger refuses for its content is set aside.
         """
+        return self._drain(tell=True)
+
+    def _drain(self, *, tell: bool) -> Drained:
+        """Drain; what was rejected is kept for a later call where nobody is told."""
         with self._drain_lock:
             appended = 0
             while True:
@@ -149,7 +154,9 @@ class SpoolingWriter:
                         raise SpoolError("expected an open spooling writer, found a closed one")
                     record = self._next()
                     if record is None:
-                        rejected, self._rejected = tuple(self._rejected), []
+                        rejected = tuple(self._rejected)
+                        if tell:
+                            self._rejected.clear()
                         return Drained(appended, 0, None, rejected)
                 try:
                     self._append(record.job, record.drafts, key=record.key)
@@ -242,10 +249,8 @@ class SpoolingWriter:
         return record
 
     def _resume(self, spool: SpoolFile) -> None:
-        records, fault = spool.read()
-        if fault is not None:
-            kept = spool.set_aside(".damaged")
-            self._rejected.append(f"{fault}; the file is kept as {kept}")
+        records, faults = spool.read()
+        self._rejected += faults
         # The event of the outage went first, although it was written to the file later.
         leading = [record for record in records if _is_outage(record, life.LedgerUnreachable)]
         self._announced = bool(leading)
@@ -257,7 +262,8 @@ class SpoolingWriter:
     def _set_aside(self, record: Record, why: str) -> None:
         file = SpoolFile.create(self.directory / f"{self.writer}.rejected")
         try:
-            file.read()
+            _, faults = file.read()
+            self._rejected += faults
             file.add([record])
         finally:
             file.close()
@@ -267,7 +273,7 @@ class SpoolingWriter:
         while not self._wake.wait(pause_s):
             if self._waiting:
                 try:
-                    self.drain()
+                    self._drain(tell=False)
                 except SpoolError as error:
                     self._rejected.append(str(error))
 

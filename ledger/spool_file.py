@@ -1,10 +1,17 @@
-"""A spool file: records on local disk, each synced and checksummed, read up to a torn tail."""
+"""A spool file: records on local disk, each synced and checksummed, and read past what is damaged.
+
+A record is a line. Whatever single byte rots, every other record is read: the checksum tells which
+lines are whole, and where the end of a line is what rotted, where the next one begins.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +25,9 @@ from shiftbook.ledger.events.base import parse
 
 CHECK_DIGITS = 16
 """Hex digits of the SHA-256 before each record: enough against torn and rotten bytes."""
+
+LINE_START = re.compile(rb"(?=[0-9a-f]{%d} \{)" % CHECK_DIGITS)
+"""Where a record may begin inside a line, once the byte that ended the one before it has rotted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,7 @@ class Record:
     @classmethod
     def parse(cls, line: bytes) -> Record:
         """Read a line; raise InvalidEvent where checksum or content are wrong."""
-        check, _, data = line.rstrip(b"\n").partition(b" ")
+        check, _, data = line.removesuffix(b"\n").partition(b" ")
         if check != _check(data):
             raise InvalidEvent("expected a line that matches its checksum")
         value = decode(data)
@@ -78,6 +88,30 @@ def _check(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest()[:CHECK_DIGITS].encode()
 
 
+def _records(line: bytes) -> tuple[list[tuple[Record, int]], str | None]:
+    """Records of a line, each with where it ends, and what is wrong with the line.
+
+    A line is one record, unless the byte that ended it has rotted: then another one follows.
+    """
+    if not line:
+        return [], None
+    try:
+        return [(Record.parse(line), len(line))], None
+    except InvalidEvent as error:
+        wrong = str(error)
+    found: list[tuple[Record, int]] = []
+    starts = sorted({0, *(match.start() for match in LINE_START.finditer(line))})
+    ends = [match.end() for match in re.finditer(rb"\}", line)]
+    for start in starts:
+        if found and start <= found[-1][1]:
+            continue  # text inside of the record before
+        for end in ends[bisect_right(ends, start) :]:
+            with contextlib.suppress(InvalidEvent):
+                found.append((Record.parse(line[start:end]), end))
+                break
+    return found, wrong
+
+
 class SpoolFile:
     """The open spool of one writer; its lock says that somebody looks after it."""
 
@@ -85,15 +119,24 @@ class SpoolFile:
         self.path = path
         self._fd = fd
         self._end = os.fstat(fd).st_size
+        self._torn = False
+        """True where something follows the last record that has to be cut off first."""
+        self._unended = False
+        """True where the last record lacks the end of its line."""
 
     @classmethod
     def create(cls, path: Path) -> SpoolFile:
         """Make a new spool, or open this writer's own; raise SpoolError where that fails."""
+        fd = -1
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             sync_path(path.parent)
+            # Whoever made the folder may have died before its name was durable.
+            sync_path(path.parent.parent)
         except OSError as error:
+            if fd >= 0:
+                os.close(fd)
             raise _cannot("write", path, error) from error
         if not _lock(fd):
             os.close(fd)
@@ -117,55 +160,91 @@ class SpoolFile:
             return None
         return cls(path, fd)
 
-    def read(self) -> tuple[list[Record], str | None]:
-        """Records in order, and what is wrong with the first line that cannot be read.
+    def read(self) -> tuple[list[Record], tuple[str, ...]]:
+        """Records in order, and what is wrong with each line that is not whole.
 
-        A torn last line is no fault: its append never returned. It is cut off.
+        A file with such lines is copied to another name first, and the rest of it goes on. A torn
+        last line is no fault: its append never returned. Raises SpoolError where the file cannot be
+        read or copied.
         """
-        data = os.pread(self._fd, self._end, 0)
+        try:
+            data = self._content()
+        except OSError as error:
+            raise _cannot("read", self.path, error) from error
         records: list[Record] = []
-        self._end = 0
-        fault = None
-        for number, line in enumerate(data.splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
-                os.ftruncate(self._fd, self._end)
-                break
-            try:
-                records.append(Record.parse(line))
-            except InvalidEvent as error:
-                fault = f"line {number} of {self.path}: {error}"
-                break
-            self._end += len(line)
-        return records, fault
+        faults: list[str] = []
+        *lines, tail = data.split(b"\n")
+        for number, line in enumerate(lines, start=1):
+            found, damaged = _records(line)
+            records += (record for record, _ in found)
+            if damaged is not None:
+                faults.append(f"line {number} of {self.path}: {damaged}")
+        found, damaged = _records(tail)
+        records += (record for record, _ in found)
+        if found and damaged is not None:
+            faults.append(f"line {len(lines) + 1} of {self.path}: {damaged}")
+        if faults:
+            kept = self._keep(data)
+            faults = [f"{fault}; the file is kept as {kept}" for fault in faults]
+        self._unended = bool(found)
+        self._end = len(data) - len(tail) + (found[-1][1] if found else 0)
+        self._torn = self._end < len(data)
+        return records, tuple(faults)
 
     def add(self, records: Sequence[Record]) -> None:
         """Add records, durable on return; raise SpoolError, having added none, on failure."""
         data = b"".join(record.line() for record in records)
+        if self._unended:
+            data = b"\n" + data
         try:
+            if self._torn:
+                self._cut()
             done = 0
             while done < len(data):
                 done += os.pwrite(self._fd, data[done:], self._end + done)
             os.fdatasync(self._fd)
         except OSError as error:
-            os.ftruncate(self._fd, self._end)
+            self._torn = True
+            # Where that fails too it is cut before the next record, or by whoever reads the file.
+            with contextlib.suppress(OSError):
+                self._cut()
             raise _cannot("write", self.path, error) from error
         self._end += len(data)
+        self._unended = False
 
-    def set_aside(self, suffix: str) -> Path:
-        """Keep a damaged file under another name; this spool keeps what could be read."""
-        kept = self.path.with_name(self.path.name + suffix)
+    def _cut(self) -> None:
+        os.ftruncate(self._fd, self._end)
+        self._torn = False
+
+    def _content(self) -> bytes:
+        size = os.fstat(self._fd).st_size
+        pieces: list[bytes] = []
+        done = 0
+        while done < size and (piece := os.pread(self._fd, size - done, done)):
+            pieces.append(piece)
+            done += len(piece)
+        return b"".join(pieces)
+
+    def _keep(self, data: bytes) -> Path:
+        """Keep a damaged file's content under a name that holds nothing else."""
+        kept, number = self.path.with_name(f"{self.path.name}.damaged"), 1
         try:
-            kept.write_bytes(os.pread(self._fd, os.fstat(self._fd).st_size, 0))
+            while kept.exists() and kept.read_bytes() != data:
+                number += 1
+                kept = self.path.with_name(f"{self.path.name}.damaged-{number}")
+            kept.write_bytes(data)
             sync_path(kept)
             sync_path(kept.parent)
         except OSError as error:
             raise _cannot("write", kept, error) from error
-        os.ftruncate(self._fd, self._end)
         return kept
 
     def remove(self) -> None:
-        """Delete the file: everything in it stands in the ledger."""
-        self.path.unlink(missing_ok=True)
+        """Delete the file: everything in it stands in the ledger. Raises SpoolError."""
+        try:
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot("remove", self.path, error) from error
         self.close()
 
     def close(self) -> None:
@@ -185,6 +264,13 @@ def _lock(fd: int) -> bool:
 
 def _cannot(what: str, path: Path, error: OSError) -> SpoolError:
     return SpoolError(
-        f"expected to {what} the spool {path} while the ledger is out of reach, found: "
-        f"{error.strerror}; the record is not kept; make space there, or name another folder"
+        f"expected to {what} the spool {path}, found: {error.strerror}; {_ADVICE[what]}"
     )
+
+
+_ADVICE = {
+    "write": "the record is not kept; make space there, or name another folder",
+    "read": "no record is lost by that; check the disk and the permissions",
+    "remove": "its records stand in the ledger; check the permissions of its folder",
+}
+"""What to do, by what could not be done."""

@@ -68,7 +68,8 @@ def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
             f"expected tiles of a beginning of {head.origin}, {head.size} events, in {folder}, "
             f"found {there.origin}, {old} events, which is none; name another folder"
         )
-    written: set[Path] = set()
+    new: list[Path] = []
+    above = [path for path in (folder, *folder.parents) if not path.exists()]
     whole = old - old % TILE_WIDTH
     edge = CompactRange(whole, tree.edge(whole))
     for start in range(whole, head.size, TILE_WIDTH):
@@ -84,8 +85,8 @@ def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
             edge.append(leaf)
         number = start // TILE_WIDTH
         bundle = b"".join(struct.pack(">H", len(row.data)) + row.data for row in rows)
-        _write(folder / tile_path("entries", number, width), bundle, written)
-        _write(folder / tile_path(0, number, width), b"".join(leaves), written)
+        _write(folder / tile_path("entries", number, width), bundle, new)
+        _write(folder / tile_path(0, number, width), b"".join(leaves), new)
     if edge.root() != head.root:
         raise ProofInvalid(
             f"expected the events to give the root of the signed head of {head.size}, found "
@@ -97,13 +98,21 @@ def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
         for start in range(first, total, TILE_WIDTH):
             width = min(TILE_WIDTH, total - start)
             hashes = b"".join(tree.hashes(level, start, start + width))
-            _write(folder / tile_path(level, start // TILE_WIDTH, width), hashes, written)
+            _write(folder / tile_path(level, start // TILE_WIDTH, width), hashes, new)
         level += 1
-    for parent in {path.parent for path in written}:
+    for parent in _folders(new, folder):
         sync_path(parent)
+    for path in (folder, *above) if there is None else ():
+        sync_path(path.parent)
     _replace(folder / CHECKPOINT, head.data())
     sync_path(folder)
     return head
+
+
+def _folders(tiles: list[Path], top: Path) -> list[Path]:
+    """Every folder on the way from ``top`` to tiles, deepest first."""
+    found = {parent for tile in tiles for parent in tile.parents if parent.is_relative_to(top)}
+    return sorted(found, key=lambda folder: len(folder.parts), reverse=True)
 
 
 def _present(folder: Path) -> SignedHead | None:
@@ -118,8 +127,12 @@ def _present(folder: Path) -> SignedHead | None:
         ) from error
 
 
-def _write(path: Path, data: bytes, written: set[Path]) -> None:
-    """Write a tile that is not there; one with other content is another history."""
+def _write(path: Path, data: bytes, new: list[Path]) -> None:
+    """Write a tile that is not there; one with other content is another history.
+
+    One that is there was written by an export that did not end: its name may not be durable yet.
+    """
+    new.append(path)
     if path.exists():
         if path.read_bytes() != data:
             raise ProofInvalid(
@@ -129,7 +142,6 @@ def _write(path: Path, data: bytes, written: set[Path]) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, data)
-    written.add(path)
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import uuid
@@ -14,7 +15,12 @@ from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.spool import RETRY_S, SpoolingWriter, drain_leftovers
 from shiftbook.scheduler.writer import WriterClient
 
+log = logging.getLogger(__name__)
+
 Drafts = Sequence[Draft] | Callable[[], Sequence[Draft]]
+
+Entry = tuple[Drafts, str, int]
+"""What is queued: records, their key, and when they were queued."""
 
 
 class Recording:
@@ -26,9 +32,12 @@ class Recording:
         folder = side_path(ledger_url, ".spool")
         folder.mkdir(parents=True, exist_ok=True)
         # What processes that ended left behind comes first.
-        drain_leftovers(self._client.append, folder)
+        for writer, left in drain_leftovers(self._client.append, folder).items():
+            for what in left.rejected:
+                log.warning("a record that %s had spooled is not in the ledger: %s", writer, what)
         self._writer = SpoolingWriter(self._client.append, folder, retry_s=RETRY_S)
-        self._queue: queue.SimpleQueue[tuple[Drafts, str] | threading.Event] = queue.SimpleQueue()
+        self._order = threading.Lock()
+        self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
         self._error: BaseException | None = None
         threading.Thread(target=self._write, daemon=True).start()
 
@@ -40,9 +49,8 @@ class Recording:
     def later(self, drafts: Drafts, *, key: str | None = None) -> None:
         """Queue records; a callable makes them in the writing thread."""
         self._raise()
-        if not callable(drafts):
-            drafts = _dated(drafts)
-        self._queue.put((drafts, key or uuid.uuid4().hex))
+        with self._order:  # the order of the times is that of the queue
+            self._queue.put((drafts, key or uuid.uuid4().hex, time_ns()))
 
     def now(self, drafts: Drafts, *, key: str | None = None) -> None:
         """Queue records and wait until they and all before them are durable."""
@@ -66,15 +74,14 @@ class Recording:
             if isinstance(entry, threading.Event):
                 entry.set()
                 continue
-            drafts, key = entry
+            drafts, key, now_ns = entry
             try:
-                made = _dated(drafts()) if callable(drafts) else drafts
-                self._writer.record(self._job, made, key)
+                made = drafts() if callable(drafts) else drafts
+                self._writer.record(self._job, _dated(made, now_ns), key)
             except BaseException as error:  # told to the training thread at its next record
                 self._error = error
 
 
-def _dated(drafts: Sequence[Draft]) -> list[Draft]:
+def _dated(drafts: Sequence[Draft], now_ns: int) -> list[Draft]:
     """Records carry the time at which they happened, not that of the append."""
-    now_ns = time_ns()
     return [d if d.occurred_ns is not None else replace(d, occurred_ns=now_ns) for d in drafts]

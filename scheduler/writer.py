@@ -8,14 +8,14 @@ from typing import Any
 
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError
+from shiftbook.ledger.errors import AppendInDoubt, ShiftbookError
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Receipt
 from shiftbook.scheduler.cluster import NAMESPACE, import_ray
 
 APPEND_LIMIT_S = 3.0
-"""How long a writer's client waits before it says that the ledger cannot be reached."""
+"""How long a writer's client waits before it says that it does not know what came of an append."""
 LOCK_LIMIT_S = 2.0
 
 
@@ -46,9 +46,10 @@ def writer_name(ledger_url: str) -> str:
 
 
 class WriterClient:
-    """Appends through the named writer actor; LedgerUnreachable when it does not answer in time.
+    """Appends through the named writer actor, with the errors of ``Ledger.append``.
 
-    An append whose answer did not come may still stand later: retry it with its key.
+    AppendInDoubt where the actor does not answer in time, or ends before it answers: the append may
+    stand then, now or later; retry it with its key.
     """
 
     def __init__(self, ledger_url: str, *, limit_s: float = APPEND_LIMIT_S) -> None:
@@ -72,15 +73,15 @@ class WriterClient:
             reply = self._handle.append.remote(job, list(events), key, expected_version)
             return ray.get(reply, timeout=self._limit_s)  # type: ignore[no-any-return]
         except ray.exceptions.GetTimeoutError as error:
-            raise LedgerUnreachable(
-                f"expected the ledger's writer to answer within {self._limit_s} s, it did not; "
-                "records are spooled and appended when it is back"
+            raise AppendInDoubt(
+                f"expected the ledger's writer to answer within {self._limit_s} s, it did not; the "
+                "append may stand; retry it with the same key"
             ) from error
         except ray.exceptions.RayActorError as error:
             self._handle = None
-            raise LedgerUnreachable(
-                f"the ledger's writer process ended ({error}); records are spooled and appended "
-                "by the next one"
+            raise AppendInDoubt(
+                f"expected an answer of the ledger's writer process, it ended before ({error}); "
+                "the append may stand; retry it with the same key, the next process takes it"
             ) from error
         except ray.exceptions.RayTaskError as error:
             cause = error.cause

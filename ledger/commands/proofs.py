@@ -158,7 +158,7 @@ def sign(
         heads = HeadSigner(
             ledger,
             signer,
-            [open_outlet(place) for place in places or (str(beside),)],
+            [open_outlet(place, key_file=key_file) for place in places or (str(beside),)],
             memory=key_file.with_name(key_file.name + ".last"),
             predecessors=[read_verifier(text) for text in predecessors],
         )

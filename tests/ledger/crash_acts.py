@@ -18,13 +18,15 @@ from typing import Any
 
 from shiftbook.ledger.archive import export_archive, import_archive
 from shiftbook.ledger.archive_file import ArchiveFile
-from shiftbook.ledger.errors import ShiftbookError
+from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError, SpoolError
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.evidence import write_segment
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.publication import FileOutlet
-from shiftbook.ledger.signing_keys import Ed25519Signer
+from shiftbook.ledger.receipt import Receipt
+from shiftbook.ledger.signing_keys import Ed25519Signer, write_signer
+from shiftbook.ledger.spool import SpoolingWriter
 from shiftbook.ledger.tiles import write_tiles
 
 WHEN = 400
@@ -134,13 +136,50 @@ def evidence(folder: Path, tell: Tell) -> None:
         tried(tell, f"segment {number}", lambda rows=rows: write_segment(folder / "segments", rows))
 
 
+def spool(folder: Path, tell: Tell) -> None:
+    """Record through an outage, and empty the spool when it is over."""
+    ledger = tried(tell, "open", lambda: Ledger.open(f"sqlite:///{folder}/ledger.db"))
+    if ledger is None:
+        return
+    away = True
+
+    def door(job: str, events: Any, *, key: str | None = None) -> Receipt:
+        if away:
+            raise LedgerUnreachable("the ledger is away")
+        return ledger.append(job, events, key=key)
+
+    def drain() -> None:
+        left = writer.drain()
+        if left.waiting or left.rejected:
+            raise SpoolError(f"expected an empty spool, found {left}")
+
+    writer = SpoolingWriter(door, folder / "spool", writer="w")
+    for number in range(APPENDS):
+        tried(
+            tell,
+            f"append {number}",
+            lambda number=number: writer.record("job", batch(number), key=f"crash {number}"),
+        )
+    away = False
+    tried(tell, "drain", drain)
+    writer.close()
+    ledger.close()
+
+
+def key(folder: Path, tell: Tell) -> None:
+    """Make a key."""
+    tried(tell, "key", lambda: write_signer(KEY, folder / "new.key"))
+
+
 ACTS: dict[str, Callable[[Path, Tell], None]] = {
     "append": append,
     "create": create,
     "evidence": evidence,
     "export": export,
     "import": import_,
+    "key": key,
     "sign": sign,
+    "spool": spool,
     "tiles": tiles,
 }
 """Whatever else comes to write durably gets its act here and its check in test_crashes.py."""

@@ -27,7 +27,7 @@ from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Ledger
 from tests.ledger.gate_cases import await_
 from tests.ledger.stores import STORES
-from tests.ledger.writing_process import LOCK_LIMIT_S, seen_by_follower
+from tests.ledger.writing_process import DIED, LOCK_LIMIT_S, seen_by_follower
 from tests.postgres_server import PostgresServer, running_server
 
 PROCESSES, THREADS = 4, 4
@@ -188,3 +188,27 @@ def test_three_thousand_events(book: tuple[str, PostgresServer | None]) -> None:
 @pytest.mark.timeout(1500)
 def test_sixty_thousand_events(book: tuple[str, PostgresServer | None]) -> None:
     run(*book, target=60_000, kills=20, seed=random.randrange(10**6))
+
+
+def test_a_writing_thread_that_dies_ends_its_process(tmp_path: Path) -> None:
+    """The test of the test: an error that nobody expects is not taken for a thread that is slow."""
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    with Ledger.open(url) as ledger:  # what the second thread will take for its own key
+        ledger.append("job-1", ExperimentForked(parent="p", reason="other"), key="w1:1:0")
+    child = subprocess.Popen(
+        [*CHILD, "write", url, "w1", str(THREADS), "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    try:
+        assert child.wait(LOCK_LIMIT_S) == DIED
+        assert child.stderr is not None
+        assert "IdempotencyConflict" in child.stderr.read()
+    finally:
+        child.kill()
+        for pipe in (child.stdin, child.stderr):
+            assert pipe is not None
+            pipe.close()

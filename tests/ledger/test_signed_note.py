@@ -8,6 +8,7 @@ flipped bit must be refused by an error of our own, whatever the bytes.
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import stat
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shiftbook.ledger.errors import InvalidKey, InvalidNote, ProofInvalid
+from shiftbook.ledger.errors import InvalidKey, InvalidNote, ProofInvalid, SigningFailed
 from shiftbook.ledger.merkle import EMPTY_ROOT
 from shiftbook.ledger.signed_note import SignedHead, SignedNote, split_heads
 from shiftbook.ledger.signing_keys import (
@@ -304,3 +305,23 @@ def test_heads_in_one_file_are_split_where_they_were_joined(
     assert all(joined[at : at + len(chunk)] == chunk for at, chunk in found)
     torn = [chunk for _, chunk in split_heads(joined[: len(joined) - cut])]
     assert len(torn) <= max(1, len(notes) + 1)
+
+
+def test_a_key_that_cannot_be_written_is_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Goal: no half-written key stays in the way of a new one. Method: a sync fails once."""
+    path = tmp_path / "new.key"
+
+    def fail(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(SigningFailed, match="make its folder writable"):
+            write_signer(KEY, path)
+    assert not path.exists()
+    with pytest.raises(SigningFailed, match="No such file"):
+        write_signer(KEY, tmp_path / "none" / "new.key")
+    write_signer(KEY, path)
+    assert read_signer(path).verifier.text() == KEY.verifier.text()

@@ -7,16 +7,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 import threading
 import time
+import traceback
 
 from shiftbook.ledger.errors import LedgerUnreachable
 from shiftbook.ledger.events.job import ExperimentForked
 from shiftbook.ledger.ledger import Ledger
 
 LOCK_LIMIT_S = 60.0
+DIED = 3
+"""Exit code of a process of which a thread met an error that it does not expect."""
 
 
 def reopened(url: str, name: str) -> Ledger:
@@ -51,7 +55,14 @@ def write(url: str, name: str, threads: str, seed: str) -> None:
                 sys.stdout.flush()
             number += 1
 
-    running = [threading.Thread(target=work, args=(n,)) for n in range(int(threads))]
+    def watched(thread: int) -> None:
+        try:
+            work(thread)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(DIED)  # a thread that ends by itself would be missed by nobody
+
+    running = [threading.Thread(target=watched, args=(n,)) for n in range(int(threads))]
     for thread in running:
         thread.start()
     sys.stdin.read()

@@ -13,12 +13,16 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shiftbook.ledger.dialect import side_path
+from shiftbook.ledger.events import reallocation
+from shiftbook.ledger.events.base import Event
+from shiftbook.ledger.events.sync import WeightSyncCommitted
 from shiftbook.ledger.topology import Topology
 from tests.postgres_server import PostgresServer, running_server
 from tests.scheduler.conftest import OnRay
@@ -28,6 +32,8 @@ from tests.scheduler.waiting import until
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 SIZE = {"iterations": 8, "groups": 8}
 OUTAGE_S = 30.0
+OUTAGE = {"LedgerUnreachable", "LedgerRestored"}
+MOVES = {name for name in vars(reallocation) if name.startswith("Reallocation")}
 LIMIT_S = 240.0
 
 
@@ -74,12 +80,38 @@ def stands_once_and_clean(on_postgres: OnRay, job: str) -> None:
         by_writer.setdefault(event.writer, []).append(event.sequence)
     for writer, sequences in by_writer.items():
         assert sequences == list(range(sequences[0], sequences[0] + len(sequences))), writer
+    # What happened first stands first, for each writer that spools; the outage frames the others.
+    times: dict[str, list[int]] = {}
+    for event in events:
+        if event.writer.startswith("spool-") and event.type not in OUTAGE:
+            times.setdefault(event.writer, []).append(event.occurred_ns)
+    assert times
+    for writer, found in times.items():
+        assert found == sorted(found), writer
+    batches = [keyed for keyed, _ in groupby((e.job, e.key) for e in events if e.key is not None)]
+    assert len(batches) == len(set(batches)), "each key is one batch"
+
+
+def inside(
+    on_postgres: OnRay, window: tuple[int, int], types: type[Event] | tuple[type[Event], ...]
+) -> list[str]:
+    """Events of some kinds that say of themselves that they happened in a time."""
+    return [
+        event.type
+        for event in on_postgres.ledger.read()
+        if window[0] <= event.occurred_ns <= window[1] and isinstance(event.parsed(), types)
+    ]
+
+
+def nothing_moved_and_syncs_went_on(on_postgres: OnRay, window: tuple[int, int]) -> None:
+    moves = tuple(kind for name, kind in vars(reallocation).items() if name in MOVES)
+    assert not inside(on_postgres, window, moves)
+    assert inside(on_postgres, window, WeightSyncCommitted), "weight syncs go on"
 
 
 def says_that_it_was_away(on_postgres: OnRay) -> None:
     types = [event.type for event in on_postgres.ledger.read()]
-    assert "LedgerUnreachable" in types
-    assert "LedgerRestored" in types
+    assert set(types) >= OUTAGE
 
 
 def test_training_goes_on_without_the_server(
@@ -90,7 +122,7 @@ def test_training_goes_on_without_the_server(
     in_training(on_postgres, job)
     until(lambda: on_postgres.ledger.state().job(job).iteration >= 1, 60)
     server.stop("fast")
-    went_s = time.monotonic()
+    went_s, went_ns = time.monotonic(), time.time_ns()
     try:
         done = len((running.status() or {})["iterations"])
         until(lambda: len((running.status() or {})["iterations"]) > done + 1, OUTAGE_S)
@@ -101,9 +133,11 @@ def test_training_goes_on_without_the_server(
         if (running.status() or {})["phase"] == "training":
             assert now == topology, "nothing moves"
     finally:
+        came_ns = time.time_ns()
         server.start()
     ends_well(on_postgres, job, undisturbed)
     says_that_it_was_away(on_postgres)
+    nothing_moved_and_syncs_went_on(on_postgres, (went_ns, came_ns))
 
 
 def test_the_loop_dies_while_its_records_are_spooled(
@@ -206,3 +240,4 @@ def test_the_outage_begins_between_two_steps_of_a_move(
     status = on_postgres.ledger.state().job(job).operations[operation].status
     assert status in {"rolled_back", "committed", "abandoned"}, status
     ends_well(on_postgres, job, undisturbed)
+    says_that_it_was_away(on_postgres)
