@@ -129,6 +129,8 @@ class LocalFolder:
 
     def _begin(self) -> None:
         if not self.folder.is_dir():
+            # That of a server's ledger lies in the user's cache folder, which may not be there yet.
+            self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
             sync_path(self.folder.parent)
         if self.folder not in self._tidied:
