@@ -172,7 +172,12 @@ def verify(
             if freeze:
                 from shiftbook.verify.guard import Guard
 
-                guard = Guard(stack.enter_context(open_book(url, write=True)), also=on_finding)
+                guard = Guard(
+                    stack.enter_context(open_book(url, write=True)),
+                    also=on_finding,
+                    stop=stop,
+                    on_problem=_tell_outage,
+                )
                 on_finding = guard.on_finding
             with _interrupt_stops(stop):
                 verdict = verdicts.follow(
@@ -185,6 +190,7 @@ def verify(
                     on_event=on_event,
                     evidence=evidence,
                     allow_unknown=allow_unknown,
+                    on_problem=_tell_outage,
                 )
         else:
             verdict = verdicts.verify(
@@ -208,6 +214,10 @@ def verify(
             count = record(ledger, verdict)
         click.echo(f"recorded as {count} events", err=True)
     return verdict.exit_code
+
+
+def _tell_outage(error: Exception) -> None:
+    click.echo(f"going on when the ledger answers again: {error}", err=True)
 
 
 def _finding_printer(format_: str) -> Callable[[Any], None]:

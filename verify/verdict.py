@@ -18,6 +18,7 @@ from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_no
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
 from shiftbook.verify.invariants.base import listed
 from shiftbook.verify.judge import Judge, JudgedJob, Judgement
+from shiftbook.verify.patient import PatientEvents
 from shiftbook.verify.sources import evidence_of, exported_path, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
@@ -170,19 +171,22 @@ def follow(
     on_event: Callable[[int], None] | None = None,
     evidence: str | None = None,
     allow_unknown: bool = False,
+    on_problem: Callable[[Exception], None] | None = None,
 ) -> Verdict:
     """Verify a live ledger as it grows, until its jobs are settled, damage, or ``stop``.
 
     A job is settled when it is closed, or cannot be judged any further. The same events give the
     same verdict as ``verify``. ``outside`` is called at the end, when the last head is published.
-    Raises as ``verify`` does.
+    A server that goes away is waited for, and judged on from where it was; ``on_problem`` is told
+    the first error of each outage. Raises as ``verify`` does, OutOfReach only where the ledger is
+    away at the beginning, or when ``stop`` is set.
     """
     if exported_path(ledger_url) is not None:
         raise InvalidInput(
             "expected a ledger to follow, found an export of one, which does not grow"
         )
-    with open_events(ledger_url) as raw:
-        rows = evidence_of(raw, evidence)
+    with PatientEvents(ledger_url, stop, on_problem) as raw:
+        rows = evidence_of(raw.source, evidence)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         after, sound = -1, True
