@@ -241,7 +241,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             continue
         path, line, name = report.location
         place = f"file={_escape(path, True)},line={(line or 0) + 1}"
-        title = _escape(f"{name}: not the same", True)
+        what = "not the same" if "replay" in told.partition(":")[0] else "not clean"
+        title = _escape(f"{name}: {what}", True)
         terminalreporter.write_line(f"::error {place},title={title}::{_escape(told)}")
 
 
