@@ -98,15 +98,18 @@ def _observed(number: int, lines: list[Line], recorded: Recorded) -> Iterator[Ob
             line.fields["tokens"],
             line.fields["logps"],
             float(line.fields["reward"]) if "reward" in line.fields else None,
+            line.event,
+            line.reward_event,
         )
         for line in lines
         if line.kind == "sample"
     ]
     yield Samples("rollout", samples)
     numbers = {one.name: float(one.fields["value"]) for one in lines if one.kind == "number"}
-    yield Numbers("trainer", numbers)
+    updated = recorded.iterations[number].updated
+    yield Numbers("trainer", numbers, None if updated is None else updated[0])
     saved = recorded.iterations[number].saved
     if saved is None:
         raise JobError(f"expected a bundle after iteration {number}, found none recorded")
     for part, tensors in restore_bundle(saved[1].path, list(PARTS)).items():
-        yield Tensors("trainer", part, tensors, each=part == "masters")
+        yield Tensors("trainer", part, tensors, each=part == "masters", event=saved[0])

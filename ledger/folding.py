@@ -175,6 +175,7 @@ class Folding:
             self._shared_at = snapshot.position
             self.state.leases = snapshot.state.leases
             self.state.quarantine = snapshot.state.quarantine
+            self.state.newer = snapshot.state.newer
         self._share(self._shared_at, last)
 
     def _share(self, after: int, last: int) -> None:
@@ -184,6 +185,7 @@ class Folding:
     def _apply_shared(self, stored: StoredEvent) -> None:
         aside = LedgerState(leases=self.state.leases, quarantine=self.state.quarantine)
         aside.apply(stored)
+        self.state.newer = self.state.newer or aside.newer
 
     def _walk(self, last: int) -> None:
         for row in self._rows(self.state.position, last):
@@ -211,7 +213,7 @@ class Folding:
             return
         row = next(self._rows(last - 1, last, limit=1), None)
         if row is not None:
-            state = Shared(self.state.leases, self.state.quarantine)
+            state = Shared(self.state.leases, self.state.quarantine, self.state.newer)
             self._snapshots.keep(SHARED, Snapshot(last, row.leaf, state))
         self._shared_at = last
 

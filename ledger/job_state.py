@@ -163,6 +163,8 @@ class JobState:
     """Committed moves in a row whose adjusted gain was negative."""
     missed_predictions: int = 0
     """Committed moves in a row whose adjusted gain lay outside its predicted interval."""
+    newer: str | None = None
+    """The first event that a newer version wrote and the fold could not take in, in words."""
     pending_amendments: set[str] = field(default_factory=set)
     shadows: dict[int, int] = field(default_factory=dict)
     """First iteration of a window that a shadow ran again to the update up to which it did."""

@@ -13,12 +13,16 @@ from shiftbook.ledger.legality import check
 from shiftbook.ledger.receipt import Decision
 from shiftbook.ledger.state import LedgerState
 
+STANDS_STILL = frozenset({"SafeModeEntered", "ReallocationAbandoned"})
+"""Types that only keep things as they are, which is right whatever a newer version wrote."""
+
 
 def lawful(state: LedgerState, job: str, drafts: Sequence[Draft]) -> Decision:
     """Give the decision back when every event may follow the one before; raise IllegalStep.
 
     The state is not changed: events after the first are checked on a copy of what they touch.
     """
+    _refuse_newer(state, job, drafts)
     folded = state
     for index, draft in enumerate(drafts):
         violation = check(folded, job, draft.operation, draft.event)
@@ -42,6 +46,17 @@ def lawful(state: LedgerState, job: str, drafts: Sequence[Draft]) -> Decision:
             )
         )
     return Decision(job, tuple(drafts))
+
+
+def _refuse_newer(state: LedgerState, job: str, drafts: Sequence[Draft]) -> None:
+    """Raise IllegalStep where a newer version wrote what this decision would rest upon."""
+    newer = state.newer or state.job(job).newer
+    if newer is not None and not all(draft.event.type_() in STANDS_STILL for draft in drafts):
+        raise IllegalStep(
+            "newer-version",
+            "events that this version knows, to decide upon",
+            f"{newer}; act with the version that wrote it",
+        )
 
 
 def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerState:

@@ -61,6 +61,7 @@ class Shared:
 
     leases: dict[str, LeaseState]
     quarantine: dict[str, str]
+    newer: str | None = None
 
 
 S = TypeVar("S", JobState, Shared)

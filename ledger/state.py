@@ -36,6 +36,8 @@ class LedgerState:
     leases: dict[str, LeaseState] = field(default_factory=dict)
     quarantine: dict[str, str] = field(default_factory=dict)
     """Device to the operation that poisoned it."""
+    newer: str | None = None
+    """The first event about what jobs share that a newer version wrote, in words."""
 
     @property
     def size(self) -> int:
@@ -47,7 +49,8 @@ class LedgerState:
         return self.jobs.get(name) or JobState(name)
 
     def apply(self, stored: StoredEvent, event: Event | None = None) -> None:
-        """Take in the next event. Events of unknown type change nothing but the counts.
+        """Take in the next event. Events of unknown type change nothing but the counts; one of
+        a known type in a newer schema is noted, since what follows from it is not known.
 
         ``event`` is its body as parsed, where the caller has parsed it already.
         """
@@ -59,9 +62,17 @@ class LedgerState:
             event = event or stored.parsed()
             if type(event).__name__ == stored.type:
                 rule(self, job, stored, event)
+            else:
+                self._note_newer(job, stored)
         self.position = stored.position
         job.version = stored.version
         job.last_event_ns = stored.recorded_ns
+
+    def _note_newer(self, job: JobState, stored: StoredEvent) -> None:
+        words = f"{stored.type} at position {stored.position} in schema {stored.schema}"
+        job.newer = job.newer or words
+        if stored.type in SHARED_TYPES:
+            self.newer = self.newer or words
 
 
 def fold(events: Iterable[StoredEvent], state: LedgerState | None = None) -> LedgerState:

@@ -104,6 +104,11 @@ def _progress() -> Any:
     is_flag=True,
     help="Judge jobs that are not closed as far as they are recorded, instead of exit code 2.",
 )
+@click.option(
+    "--allow-unknown",
+    is_flag=True,
+    help="Pass over events of types that this build does not know, instead of exit code 2.",
+)
 @click.option("--record", "record_", is_flag=True, help="Write the verdict into the ledger.")
 @click.option(
     "--follow",
@@ -128,6 +133,7 @@ def verify(
     require_signed: bool,
     integrity_only: bool,
     so_far: bool,
+    allow_unknown: bool,
     record_: bool,
     follow_: bool,
     freeze: bool,
@@ -142,7 +148,8 @@ def verify(
     enters safe mode: it trains on, and nothing moves until an operator thaws it.
 
     Exit code 0: clean. 1: findings. 2: could not judge, which includes that a required invariant
-    was not checked, and that a job is not closed where neither --until nor --so-far asks for less.
+    was not checked, that a newer version or one with other types of event wrote a part, and that a
+    job is not closed where neither --until nor --so-far asks for less.
     """
     from shiftbook.verify import verdict as verdicts
     from shiftbook.verify.heads import Outside
@@ -165,7 +172,12 @@ def verify(
             if freeze:
                 from shiftbook.verify.guard import Guard
 
-                guard = Guard(stack.enter_context(open_book(url, write=True)), also=on_finding)
+                guard = Guard(
+                    stack.enter_context(open_book(url, write=True)),
+                    also=on_finding,
+                    stop=stop,
+                    on_problem=_tell_outage,
+                )
                 on_finding = guard.on_finding
             with _interrupt_stops(stop):
                 verdict = verdicts.follow(
@@ -177,6 +189,8 @@ def verify(
                     on_finding=on_finding,
                     on_event=on_event,
                     evidence=evidence,
+                    allow_unknown=allow_unknown,
+                    on_problem=_tell_outage,
                 )
         else:
             verdict = verdicts.verify(
@@ -190,6 +204,7 @@ def verify(
                 evidence=evidence,
                 integrity_only=integrity_only,
                 require_closed=until is None and not so_far,
+                allow_unknown=allow_unknown,
             )
     _print(verdict, format_)
     if record_:
@@ -199,6 +214,10 @@ def verify(
             count = record(ledger, verdict)
         click.echo(f"recorded as {count} events", err=True)
     return verdict.exit_code
+
+
+def _tell_outage(error: Exception) -> None:
+    click.echo(f"going on when the ledger answers again: {error}", err=True)
 
 
 def _finding_printer(format_: str) -> Callable[[Any], None]:

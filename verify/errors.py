@@ -4,6 +4,7 @@ ShiftbookError
 └── VerifyError
     ├── NothingToJudge      the ledger, or the range asked for, holds no event of a job
     ├── UnreadableStore     the file cannot be opened as a ledger at all
+    │   └── OutOfReach          the server does not answer; it may come back
     └── ReplayError         a job could not be run again, or not as asked
         ├── TargetNotFound      no module, attribute or ledger there, or no job
         ├── ReplayFailed        the job itself stopped with an error
@@ -28,6 +29,10 @@ class NothingToJudge(VerifyError):
 
 class UnreadableStore(VerifyError):
     """The file is missing, is no database, or is damaged beyond its table of events."""
+
+
+class OutOfReach(UnreadableStore):
+    """The server that holds the ledger does not answer; it may come back."""
 
 
 class ReplayError(VerifyError):

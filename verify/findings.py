@@ -74,6 +74,10 @@ class FindingList:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def count(self, job: str, invariant: str) -> int:
+        """Findings of an invariant of a job, those that were not kept included."""
+        return self._counts.get((job, invariant), 0)
+
     @property
     def left_off(self) -> int:
         """Findings that were counted and not kept."""

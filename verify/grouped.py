@@ -156,7 +156,9 @@ class _Grouped:
                         before = versions.get(stored.job)
                         if stored.position <= at or before not in (None, stored.version - 1):
                             raise _changed(path, stored.position)
-                        at, versions[stored.job] = stored.position, stored.version
+                        at = stored.position
+                        if before is not None:  # of other jobs there is only a part
+                            versions[stored.job] = stored.version
                         yield stored
                     if not page.whole:
                         raise _changed(path, at + 1)

@@ -19,7 +19,7 @@ from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.findings import Finding
 from shiftbook.verify.scan_block import Block
-from shiftbook.verify.sources import EventSource
+from shiftbook.verify.sources import TableSource
 from shiftbook.verify.stored import DamagedPages
 
 TABLE = "the table of heads"
@@ -108,7 +108,7 @@ class HeadCheck:
     def _on_node(self, level: int, number: int, value: bytes) -> None:
         self._nodes[level, number] = value
 
-    def load(self, raw: EventSource) -> None:
+    def load(self, raw: TableSource) -> None:
         """Read the heads; before the events, so that roots are kept as the events pass."""
         self._loaded = True
         self._one_head = getattr(raw, "one_head", None)
@@ -146,7 +146,7 @@ class HeadCheck:
         """Whether signatures are checked."""
         return bool(self._outside.verifiers)
 
-    def finish(self, raw: EventSource, until: int | None, damage: int | None) -> HeadReport:
+    def finish(self, raw: TableSource, until: int | None, damage: int | None) -> HeadReport:
         """Hold every head against the tree; ``until`` limits them to those that it covers.
 
         ``damage`` is the first position at which the bytes themselves are known to be others than
@@ -233,7 +233,7 @@ class HeadCheck:
                 return None
         return _Claim(where, head.size, head.root, outside)
 
-    def _read_again(self, raw: EventSource) -> None:
+    def _read_again(self, raw: TableSource) -> None:
         """Roots for heads that came while a live ledger was followed."""
         missing = {claim.size for claim in self._claims} - set(self._roots)
         if not missing:
@@ -347,7 +347,7 @@ class HeadCheck:
                     do=_RESTORE_PLACE,
                 )
 
-    def _judge_nodes(self, raw: EventSource) -> None:
+    def _judge_nodes(self, raw: TableSource) -> None:
         """Stored roots of full tiles, against those that the events give."""
         size = max(self._table, default=0)
         expected = {

@@ -25,7 +25,7 @@ from shiftbook.verify.evidence import EvidenceFolder, Rows, RowSource
 from shiftbook.verify.findings import Finding, FindingList
 from shiftbook.verify.heads import HeadCheck
 from shiftbook.verify.scan_block import COLUMNS, Block, Named, check_page
-from shiftbook.verify.sources import EventSource
+from shiftbook.verify.sources import EventSource, TableSource
 from shiftbook.verify.stored import DamagedPages, RawRow
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -451,7 +451,7 @@ def check_rows(
             on_event(stored.position)
 
 
-def check_whole(raw: EventSource, integrity: Integrity, until: int | None) -> None:
+def check_whole(raw: TableSource, integrity: Integrity, until: int | None) -> None:
     """Check what shows only once all rows were read: split batches, unseen rows, the table meta."""
     if not integrity.readable:
         return

@@ -10,9 +10,11 @@ from pydantic import ValidationError
 
 from shiftbook.ledger.envelope import SYSTEM_JOB, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent, ShiftbookError
-from shiftbook.ledger.events.base import Event, Segment, UnknownEvent
+from shiftbook.ledger.events.base import REGISTRY, Event, Segment, UnknownEvent
+from shiftbook.ledger.events.job import JobOpened
+from shiftbook.ledger.events.lease import LeaseGranted
 from shiftbook.ledger.events.training import BatchConsumed, SamplesDrawn, UpdateApplied
-from shiftbook.ledger.state import LedgerState
+from shiftbook.ledger.state import SHARED_TYPES, LedgerState
 from shiftbook.verify.coverage import Coverage, Row
 from shiftbook.verify.evidence import RowSource
 from shiftbook.verify.findings import Finding, FindingList
@@ -26,8 +28,19 @@ MAX_UNKNOWN = 64
 
 _TRAINING = (SamplesDrawn, BatchConsumed, UpdateApplied)
 
+NEVER_OPENED = "the job has no JobOpened"
+
 FIRST_PASS = frozenset({"integrity", "evidence", "heads", "outside"})
 """Rows of the coverage table that the first pass fills, for all jobs together."""
+
+
+@dataclass
+class Unknown:
+    """Events of one unknown type in a job."""
+
+    first: int
+    """Position of the first one."""
+    count: int = 0
 
 
 @dataclass
@@ -36,17 +49,25 @@ class Bench:
 
     track: Track
     invariants: list[Invariant]
+    first: int
+    """Position of its first event."""
     events: int = 0
     trained: bool = False
     """True once something of the training record was seen."""
-    unknown: dict[str, int] = field(default_factory=dict)
-    """Unknown types and how often each stands in the ledger."""
+    unknown: dict[str, Unknown] = field(default_factory=dict)
+    """What there is of each unknown type."""
+    halted: str = ""
+    """Why the judgement ended before the range did; empty where it did not."""
+    holding: bool = False
+    """Whether findings that are made now are held back."""
+    held: FindingList = field(default_factory=FindingList)
+    """Findings from before a JobOpened: they count once it comes, and without it mean nothing."""
     _looking: dict[type[Event], list[Invariant]] = field(default_factory=dict)
 
-    def note_unknown(self, name: str) -> None:
+    def note_unknown(self, name: str, position: int) -> None:
         """Count an event of an unknown type."""
         if name in self.unknown or len(self.unknown) < MAX_UNKNOWN:
-            self.unknown[name] = self.unknown.get(name, 0) + 1
+            self.unknown.setdefault(name, Unknown(position)).count += 1
 
     def looking_at(self, kind: type[Event]) -> list[Invariant]:
         """The invariants that look at events of a type."""
@@ -71,12 +92,17 @@ class JudgedJob:
     """False where nothing stands but bundles that were registered for it."""
     active: bool
     """Whether it recorded a training step or an operation."""
-    unknown: dict[str, int]
-    """Unknown types and how often each stands in the ledger."""
+    unknown: dict[str, Unknown]
+    """What there is of each unknown type."""
     open_operations: list[str]
     """What is open at the head of a job that is not closed, in words."""
     closed: bool = True
     """Whether the job was closed within the range."""
+    halted: str = ""
+    """Why the judgement ended before the range did; empty where it did not."""
+    events: int = 0
+    first: int = 0
+    """Position of its first event."""
 
 
 @dataclass
@@ -122,14 +148,22 @@ class Judge:
         self._closed: Coverage | None = None
         self._at: int | None = None
         """Position of the event that is looked at, or of the last one."""
+        self._halted = ""
+        """Why nothing can be judged any more; empty while it can."""
 
     def feed(self, stored: StoredEvent) -> None:
         """Judge the next event and take it into the fold."""
         self._at = stored.position
         event, problem = _read(stored)
-        bench = self._bench(stored.job)
+        bench = self._bench(stored)
+        newer = _newer(stored) if type(event) is UnknownEvent and problem is None else ""
+        if newer and stored.type in SHARED_TYPES:
+            self._halted = self._halted or newer  # what other jobs may use is not known any more
         if bench is not None:
-            self._judge(bench, stored, event, problem)
+            bench.halted = bench.halted or newer or self._halted
+            bench.events += 1
+            if not bench.halted:
+                self._judge(bench, stored, event, problem)
         self._fold(stored, event, bench, problem)
 
     def close(self) -> Coverage:
@@ -158,34 +192,62 @@ class Judge:
             begun=job.status != "unopened" or bench.events > len(job.registered),
             active=bool(bench.trained or job.operations or job.syncs),
             unknown=bench.unknown,
-            open_operations=[] if job.status == "closed" else open_operations(job),
+            open_operations=[] if job.status == "closed" or bench.halted else open_operations(job),
             closed=job.status == "closed",
+            halted=bench.halted,
+            events=bench.events,
+            first=bench.first,
         )
+
+    def settled(self, job: str) -> bool:
+        """Whether nothing that is still to come changes what is said of a job."""
+        return self.state.job(job).status == "closed" or bool(self.benches[job].halted)
 
     def report(self, finding: Finding) -> None:
         """Keep a finding, with where it was found."""
-        finding = replace(finding, found_at=self._at)
+        self._keep(replace(finding, found_at=self._at))
+
+    def _keep(self, finding: Finding) -> None:
         if self.findings.add(finding) and self._on_finding is not None:
             self._on_finding(finding)
 
-    def _bench(self, job: str) -> Bench | None:
+    def _bench(self, stored: StoredEvent) -> Bench | None:
+        job = stored.job
         if job == SYSTEM_JOB or (self._jobs is not None and job not in self._jobs):
             return None
         if job not in self.benches:
-            self.benches[job] = Bench(Track(), [make(job, self.report) for make in INVARIANTS])
+            invariants = [make(job, self._report_of(job)) for make in INVARIANTS]
+            self.benches[job] = Bench(Track(), invariants, stored.position)
         return self.benches[job]
+
+    def _report_of(self, job: str) -> Callable[[Finding], None]:
+        def report(finding: Finding) -> None:
+            bench = self.benches[job]
+            if not bench.holding:
+                self.report(finding)
+            else:
+                bench.held.add(replace(finding, found_at=self._at))
+
+        return report
 
     def _judge(self, bench: Bench, stored: StoredEvent, event: Event, problem: str | None) -> None:
         kind = type(event)
-        bench.events += 1
         if kind in _TRAINING:
             bench.trained = True
         elif kind is UnknownEvent and problem is None:
-            bench.note_unknown(f"{stored.type} (schema {stored.schema})")
+            bench.note_unknown(f"{stored.type} (schema {stored.schema})", stored.position)
         # Rows are read once for all invariants and dropped with the event.
         segment = getattr(event, "segment", None) if _may_bind(kind) else None
         rows = self._rows(stored.type, segment) if isinstance(segment, Segment) else None
         job = self.state.job(stored.job)
+        if kind is JobOpened:
+            for finding in bench.held:
+                self._keep(finding)
+            bench.held = FindingList()
+        # Devices are shared, so who is given one is judged whoever asks; and a body that nobody
+        # can read is wrong in itself.
+        told = kind in (JobOpened, LeaseGranted) or problem is not None
+        bench.holding = job.opened is None and not told
         step = Step(self.state, job, bench.track, stored, event, rows, problem)
         for invariant in bench.looking_at(kind):
             invariant.feed(step)
@@ -200,7 +262,7 @@ class Judge:
                 return
             except (ShiftbookError, ValidationError) as error:
                 # An amendment that makes the plan invalid; the plan stays as it was.
-                if bench is not None:
+                if bench is not None and not bench.halted:
                     legality = bench.invariants[0]
                     legality.flag(
                         stored.position,
@@ -218,9 +280,16 @@ class Judge:
         end = End(self.state, job, bench.track, self.state.position)
         required = set(job.plan.required_invariants) if job.plan else set()
         rows = []
+        unjudged = bench.halted or (NEVER_OPENED if job.opened is None else "")
         for invariant in bench.invariants:
-            invariant.close(end)
+            if not unjudged:
+                invariant.close(end)
             row = invariant.row(end)
+            if unjudged:
+                row.missing[unjudged] = 1
+            if job.opened is None:
+                # What was compared without a plan, and did not fit it, says nothing about the job.
+                row.checks, row.findings = 0, self.findings.count(name, row.invariant)
             row.required = row.invariant in required
             rows.append(row)
         for id_, (title, why) in NOT_JUDGED.items():
@@ -245,3 +314,14 @@ def _read(stored: StoredEvent) -> tuple[Event, str | None]:
         # ValidationError: a body that is not even an UnknownEvent, such as one that is no object.
         problem = " ".join(str(error).split())[:200]
         return UnknownEvent(), problem
+
+
+def _newer(stored: StoredEvent) -> str:
+    """Why nothing after an event can be judged that a newer version wrote; empty for others."""
+    model = REGISTRY.get(stored.type)
+    if model is None or model is UnknownEvent:
+        return ""
+    return (
+        f"{stored.type} at position {stored.position} has schema {stored.schema}, which a newer "
+        f"version wrote (this build reads up to {model.schema_})"
+    )

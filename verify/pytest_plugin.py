@@ -157,11 +157,13 @@ class Verifier:
         *,
         job: str | None = None,
         evidence: str | None = None,
+        allow_unknown: bool = False,
         check: bool = True,
     ) -> Verdict:
         """Verify a ledger or archive and fail the test for findings, or where it could not judge.
 
-        ``ledger`` is a URL or the path of a file. With ``check`` false the verdict is returned
+        ``ledger`` is a URL or the path of a file. ``allow_unknown`` passes over events of types
+        that this build does not know. With ``check`` false the verdict is returned
         whatever it is.
         """
         __tracebackhide__ = True
@@ -170,7 +172,7 @@ class Verifier:
 
         url = str(ledger) if "://" in str(ledger) else f"sqlite:///{ledger}"
         try:
-            verdict = verify(url, job, evidence=evidence)
+            verdict = verify(url, job, evidence=evidence, allow_unknown=allow_unknown)
         except ShiftbookError as error:
             if not check:
                 raise
@@ -239,7 +241,8 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             continue
         path, line, name = report.location
         place = f"file={_escape(path, True)},line={(line or 0) + 1}"
-        title = _escape(f"{name}: not the same", True)
+        what = "not the same" if "replay" in told.partition(":")[0] else "not clean"
+        title = _escape(f"{name}: {what}", True)
         terminalreporter.write_line(f"::error {place},title={title}::{_escape(told)}")
 
 

@@ -23,7 +23,7 @@ from shiftbook.ledger.tables import (
     Statements,
     one,
 )
-from shiftbook.verify.errors import UnreadableStore
+from shiftbook.verify.errors import OutOfReach, UnreadableStore
 from shiftbook.verify.scan_block import COLUMNS, Block, Page
 from shiftbook.verify.stored import (
     READ_ROWS,
@@ -64,12 +64,12 @@ class ServedEvents:
             self.evidence = self._dialect.beside(".evidence")
             self._connection: Connection = self._dialect.reader()
         except LedgerError as error:
-            raise UnreadableStore(one_line(error)) from error
+            raise _unreadable(error) from error
         try:
             self._refuse_others()
         except self._dialect.errors as error:
             self._connection.close()
-            raise UnreadableStore(one_line(self._dialect.explain(error))) from error
+            raise _unreadable(self._dialect.explain(error)) from error
         except BaseException:
             self._connection.close()
             raise
@@ -224,7 +224,11 @@ class ServedEvents:
         return [row[0] for row in self._all(REVISION, REVISION.c.version_num)]
 
     def _all(self, table: Table, *columns: ColumnElement[Any]) -> list[tuple[Any, ...]]:
-        if not self._dialect.columns(self._connection, table.name):
+        try:
+            names = self._dialect.columns(self._connection, table.name)
+        except self._dialect.errors as error:
+            raise _unreadable(self._dialect.explain(error)) from error
+        if not names:
             return []
         return [tuple(row) for row in self._ask(Statement(self._dialect, select(*columns)))]
 
@@ -239,8 +243,13 @@ class ServedEvents:
         except self._dialect.errors as error:
             explained = self._dialect.explain(error)
             if isinstance(explained, LedgerUnreachable):
-                raise UnreadableStore(one_line(explained)) from error
+                raise OutOfReach(one_line(explained)) from error
             raise DamagedPages(values.get("after", -1), one_line(error)) from error
+
+
+def _unreadable(error: LedgerError) -> UnreadableStore:
+    kind = OutOfReach if isinstance(error, LedgerUnreachable) else UnreadableStore
+    return kind(one_line(error))
 
 
 def _plain(value: Any) -> Any:

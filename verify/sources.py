@@ -18,47 +18,11 @@ from shiftbook.verify.stored import RawRow
 SQLITE = "sqlite:///"
 
 
-class EventSource(Protocol):
-    """Rows as they are stored, and the evidence that they bind."""
-
-    @property
-    def path(self) -> Path | None:
-        """File of the ledger, where segments lie beside it."""
-
-    def __enter__(self) -> EventSource: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
-
-    def count(self, until: int | None = None) -> int:
-        """Number of events up to a position, by the largest one; 0 where that cannot be told."""
+class TableSource(Protocol):
+    """Rows as they are stored, and what the store says about itself."""
 
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
-
-    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
-        """The same rows, unread, a page at a time where that is faster, else nothing; raises
-        DamagedPages."""
-
-    def blocks(
-        self,
-        until: int | None,
-        sizes: Collection[int],
-        evidence: Path | None = None,
-        *,
-        named: bool = True,
-    ) -> Generator[Block]:
-        """Stretches from 0 on that were found sound by several processes, in order, where that is
-        faster; ends before the first that is not. ``sizes`` are those of heads, ``evidence`` the
-        folder of segments that are to be looked at too; with ``keep`` they hold their events."""
-
-    def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
-        """(bytes, leaf) of the events of some jobs up to a position that was found sound, and of
-        all jobs those that change what jobs share, in order; raises DamagedPages."""
 
     def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""
@@ -79,6 +43,46 @@ class EventSource(Protocol):
     def nodes(self) -> Iterator[tuple[Any, Any, Any]] | None:
         """(level, number, hash) of the stored nodes in order, None where none are stored; raises
         DamagedPages."""
+
+
+class EventSource(TableSource, Protocol):
+    """Rows as they are stored, and the evidence that they bind."""
+
+    @property
+    def path(self) -> Path | None:
+        """File of the ledger, where segments lie beside it."""
+
+    def __enter__(self) -> EventSource: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+
+    def count(self, until: int | None = None) -> int:
+        """Number of events up to a position, by the largest one; 0 where that cannot be told."""
+
+    def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
+        """The same rows, unread, a page at a time where that is faster, else nothing; raises
+        DamagedPages."""
+
+    def blocks(
+        self,
+        until: int | None,
+        sizes: Collection[int],
+        evidence: Path | None = None,
+        *,
+        named: bool = True,
+    ) -> Generator[Block]:
+        """Stretches from 0 on that were found sound by several processes, in order, where that is
+        faster; ends before the first that is not. ``sizes`` are those of heads, ``evidence`` the
+        folder of segments that are to be looked at too; with ``keep`` they hold their events."""
+
+    def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
+        """(bytes, leaf) of the events of some jobs up to a position that was found sound, and of
+        all jobs those that change what jobs share, in order; raises DamagedPages."""
 
 
 def archive_path(url: str) -> Path | None:

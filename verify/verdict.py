@@ -16,7 +16,9 @@ from shiftbook.verify.grouped import judge_all
 from shiftbook.verify.grouping import plain_stories
 from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_notes
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
-from shiftbook.verify.judge import Judge, Judgement
+from shiftbook.verify.invariants.base import listed
+from shiftbook.verify.judge import Judge, JudgedJob, Judgement
+from shiftbook.verify.patient import PatientEvents
 from shiftbook.verify.sources import evidence_of, exported_path, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
@@ -105,12 +107,15 @@ def verify(
     evidence: str | None = None,
     integrity_only: bool = False,
     require_closed: bool = False,
+    allow_unknown: bool = False,
 ) -> Verdict:
     """Verify a ledger or an archive, or one job of it, to its end or ``until``. Only reads.
 
     ``outside`` are heads from outside the database and verifier keys, to hold against it;
     ``require_signed`` makes events after the last of these heads a reason why it could not judge,
     ``require_closed`` a judged job that is not closed: what is clean so far may go wrong yet.
+    Events of types that this build does not know are another such reason, unless ``allow_unknown``
+    has them passed over; one of a known type in a newer schema ends the judgement of its job.
     ``integrity_only`` asks for the stored bytes and heads alone; an archive that does not begin at
     0 allows no other question, and no head. ``evidence`` is the folder of the segments or its URL
     (default: beside the ledger, or inside the archive). ``on_finding`` is called with each finding
@@ -142,7 +147,15 @@ def verify(
             asked = integrity_only
             return _bytes_verdict(url, report, first, asked, signed, require_signed, key_given)
         return _verdict(
-            url, job, report, judgement, signed, require_signed, key_given, require_closed
+            url,
+            job,
+            report,
+            judgement,
+            signed,
+            require_signed,
+            key_given,
+            require_closed,
+            allow_unknown,
         )
 
 
@@ -157,18 +170,23 @@ def follow(
     on_finding: Callable[[Finding], None] | None = None,
     on_event: Callable[[int], None] | None = None,
     evidence: str | None = None,
+    allow_unknown: bool = False,
+    on_problem: Callable[[Exception], None] | None = None,
 ) -> Verdict:
-    """Verify a live ledger as it grows, until the judged jobs are closed, damage, or ``stop``.
+    """Verify a live ledger as it grows, until its jobs are settled, damage, or ``stop``.
 
-    The same events give the same verdict as ``verify``. ``outside`` is called at the end, when
-    the last head is published. Raises as ``verify`` does.
+    A job is settled when it is closed, or cannot be judged any further. The same events give the
+    same verdict as ``verify``. ``outside`` is called at the end, when the last head is published.
+    A server that goes away is waited for, and judged on from where it was; ``on_problem`` is told
+    the first error of each outage. Raises as ``verify`` does, OutOfReach only where the ledger is
+    away at the beginning, or when ``stop`` is set.
     """
     if exported_path(ledger_url) is not None:
         raise InvalidInput(
             "expected a ledger to follow, found an export of one, which does not grow"
         )
-    with open_events(ledger_url) as raw:
-        rows = evidence_of(raw, evidence)
+    with PatientEvents(ledger_url, stop, on_problem) as raw:
+        rows = evidence_of(raw.source, evidence)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         after, sound = -1, True
@@ -204,15 +222,14 @@ def follow(
             signed,
             require_signed,
             heads.has_key,
+            allow_unknown=allow_unknown,
         )
 
 
 def _all_closed(judge: Judge, job: str | None) -> bool:
     if job is not None and job not in judge.benches:
         raise UnknownJob(job, [name for name in judge.state.jobs if name != SYSTEM_JOB])
-    return bool(judge.benches) and all(
-        judge.state.job(name).status == "closed" for name in judge.benches
-    )
+    return bool(judge.benches) and all(judge.settled(name) for name in judge.benches)
 
 
 def _bytes_verdict(
@@ -262,6 +279,7 @@ def _verdict(
     require_signed: bool,
     key_given: bool,
     require_closed: bool = False,
+    allow_unknown: bool = False,
 ) -> Verdict:
     broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
     if signed.sound is not None and signed.sound <= report.sound_until:
@@ -285,6 +303,16 @@ def _verdict(
             "nothing"
         )
     for name, judged in judgement.jobs.items():
+        unknown = _unknown(name, judged)
+        if unknown and not allow_unknown:
+            could_not.append(
+                f"{unknown}; verify it with the version that wrote them, or pass over them with "
+                "--allow-unknown"
+            )
+        elif unknown:
+            notes.append(f"{unknown}: kept and passed over, as --allow-unknown asked")
+        if judged.halted or (judged.begun and not judged.planned):
+            continue  # told by ``_could_not``
         if not judged.closed and require_closed:
             could_not.append(
                 f"expected a job that has ended, found that {name} is not closed at position "
@@ -296,8 +324,6 @@ def _verdict(
                 f"{name} is not closed at position {report.sound_until}: it was judged as far as "
                 "it is recorded; --follow judges it to its end"
             )
-        for unknown, count in judged.unknown.items():
-            notes.append(f"{name}: {count} events of unknown type {unknown}, kept and not judged")
     findings = [*report.findings, *signed.findings, *judgement.findings]
     return Verdict(
         url=url,
@@ -313,6 +339,18 @@ def _verdict(
         integrity_broken=broken,
         open_operations=judgement.open_operations,
         protected_until=signed.protected - 1,
+    )
+
+
+def _unknown(name: str, judged: JudgedJob) -> str:
+    """What there is of unknown types in a job, in words; empty where there is nothing."""
+    if not judged.unknown:
+        return ""
+    kinds = [f"{kind} {found.count} times" for kind, found in judged.unknown.items()]
+    first = min(found.first for found in judged.unknown.values())
+    return (
+        f"job {name} has events of types that this build does not know ({listed(kinds)}), the "
+        f"first at position {first}"
     )
 
 
@@ -340,16 +378,26 @@ def _could_not(judgement: Judgement, coverage: Coverage) -> list[str]:
     if not any(judged.begun for judged in judgement.jobs.values()):
         reasons.append("no job has begun, bundles were registered and nothing else; run one first")
     for name, judged in judgement.jobs.items():
+        if judged.halted:
+            reasons.append(
+                f"job {name} was judged up to there only: {judged.halted}; verify it with that "
+                "version"
+            )
+            continue
         if not judged.begun:
             continue
         if not judged.planned:
             reasons.append(
-                f"job {name} declared no plan: begin it with JobOpened, which carries one"
+                f"job {name} declared no plan: begin it with JobOpened, which carries one; without "
+                f"it none of its {judged.events} events, the first at position {judged.first}, can "
+                "be judged"
             )
         elif not judged.active:
             reasons.append(f"job {name} recorded neither a training step nor an operation")
     verdict_jobs = ", ".join(judgement.jobs)
     for row in coverage.unchecked_required():
+        if row.job and judgement.jobs[row.job].halted:
+            continue  # all of them, for the one reason that was given
         reasons.append(
             f"job {row.job or verdict_jobs} requires {row.invariant}, which was {row.status}: "
             f"{row.reason}"

@@ -115,7 +115,7 @@ no_job = object()
 finished = honest(None)
 
 
-def as_honest_run(config: Mapping[str, Any] | None = None) -> Job:
+def as_honest_run(config: Mapping[str, Any] | None = None, *, events: bool = False) -> Job:
     """What the synthetic honest run shows, for ledgers of it that were changed."""
 
     def run(conditions: Conditions) -> Iterator[Step]:
@@ -131,11 +131,19 @@ def as_honest_run(config: Mapping[str, Any] | None = None) -> Job:
                     line.fields["tokens"],
                     line.fields["logps"],
                     float(line.fields["reward"]),
+                    line.event if events else None,
+                    line.reward_event if events else None,
                 )
                 for line in mine
                 if line.kind == "sample"
             ]
             numbers = {one.name: float(one.fields["value"]) for one in mine if one.kind == "number"}
-            yield Step(number, [Samples("rollout", samples), Numbers("trainer", numbers)])
+            at = next(one.event for one in mine if one.kind == "number") if events else None
+            yield Step(number, [Samples("rollout", samples), Numbers("trainer", numbers, at)])
 
     return Job(run, config=dict(config or {}))
+
+
+def with_a_ledger(config: Mapping[str, Any] | None = None) -> Job:
+    """The same by a run that writes a ledger of its own and says where in it."""
+    return as_honest_run(config, events=True)

@@ -29,6 +29,7 @@ from shiftbook.verify.verdict import Verdict, verify
 from tests.ledger.big_ledger import job_name, write_big
 from tests.ledger.stores import new_url
 from tests.verify.signed_run import KEY
+from tests.verify.test_other_versions import two_jobs
 from tests.verify.test_scan import attack, rewrite
 
 EVENTS, JOBS = 1_400, 4
@@ -204,6 +205,17 @@ def test_what_jobs_share_under_attack(book: Path) -> None:
     attack(book, rewrite(body(devices=orjson.loads(data)["body"]["devices"]), ours))
     verdict = both(book)
     assert {(f.invariant, f.job) for f in verdict.findings} >= {("lease", job_name(3))}
+
+
+def test_devices_that_go_from_job_to_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of jobs of other groups only the events that change what jobs share are read."""
+    monkeypatch.setattr(grouped, "GROUP_EVENTS", 1)
+    path = tmp_path / "book.db"
+    run = two_jobs()
+    run.write(path)
+    assert [entry.name for entry in run.entries].count("LeaseGranted") == 4
+    verdict = both(path)
+    assert (verdict.exit_code, len(verdict.jobs)) == (0, 2)
 
 
 def test_bytes_under_attack(book: Path) -> None:

@@ -100,20 +100,25 @@ class Novelty(Event):
     anything: int = 1
 
 
-def test_unknown_events_are_kept_and_do_not_break(run: Run, judge: Judge) -> None:
+def test_unknown_events_are_kept_and_passed_over_where_asked(run: Run, tmp_path: Path) -> None:
     from tests.verify.honest_run import Entry
 
     for at in (60, 30, 8):
         run.entries.insert(at, Entry(Novelty()))
     # Positions moved, so leases and epochs that name them move too.
     shift_epochs(run)
+    url = run.write(tmp_path / "ledger.db")
     known = REGISTRY.pop("Novelty")
     try:
-        verdict = judge(run)
+        verdict, passed_over = verify(url), verify(url, allow_unknown=True)
     finally:
         REGISTRY["Novelty"] = known
-    assert_clean(verdict)
-    assert any("3 events of unknown type Novelty" in note for note in verdict.notes)
+    assert told(verdict) == []
+    assert verdict.exit_code == 2
+    (reason,) = verdict.could_not
+    assert "Novelty (schema 1) 3 times), the first at position 8" in reason
+    assert_clean(passed_over)
+    assert any("Novelty (schema 1) 3 times" in note for note in passed_over.notes)
 
 
 def shift_epochs(run: Run) -> None:
@@ -138,7 +143,8 @@ def test_two_jobs_one_after_the_other_on_the_same_devices(judge: Judge) -> None:
     assert told(verdict) == []
     assert verdict.jobs == (JOB, "other")
     assert verdict.could_not == (
-        "job other declared no plan: begin it with JobOpened, which carries one",
+        "job other declared no plan: begin it with JobOpened, which carries one; without it none "
+        f"of its 2 events, the first at position {len(run.entries) - 2}, can be judged",
     )
 
 

@@ -6,14 +6,18 @@ xdist, with and without GitHub Actions; JUnit files and golden traces are read b
 
 from __future__ import annotations
 
+import re
+import shlex
 import subprocess
 import sys
+import tomllib
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-from tests.verify.honest_run import honest_run, policy
+from shiftbook.verify.replay.commands import replay as replay_command
+from tests.verify.honest_run import Run, honest_run, policy
 
 pytest_plugins = ["pytester"]
 
@@ -40,6 +44,26 @@ TESTS = """
     def test_unchecked(shiftbook_replay):
         assert shiftbook_replay("small:job", moves=7, check=False).exit_code == 1
 """
+
+
+LEDGER_TESTS = """
+    def test_honest(shiftbook_verify):
+        assert shiftbook_verify("honest.db").exit_code == 0
+
+    def test_faulty(shiftbook_verify):
+        shiftbook_verify("faulty.db")
+
+    def test_absent(shiftbook_verify):
+        shiftbook_verify("absent.db")
+"""
+"""Their ledgers lie in the project."""
+
+
+def faulty_run() -> Run:
+    """A run in which an engine holds other weights than those that were sent."""
+    run = honest_run()
+    run.get("WeightSyncDelivered", 2).change(root=policy(9), differing=("lm_head",))
+    return run
 
 
 @pytest.fixture
@@ -72,14 +96,36 @@ def test_a_divergence_is_understood_at_first_sight(project: pytest.Pytester) -> 
     assert "::error" not in result.stdout.str()
 
 
-def test_junit_files_have_the_outcome_as_properties(project: pytest.Pytester) -> None:
-    project.makepyfile(test_job=TESTS)
-    project.runpytest("-q", "--junitxml=out.xml", "-p", "no:cacheprovider")
-    cases = ET.parse(project.path / "out.xml").getroot().iter("testcase")
-    found = {
+def properties(path: Path) -> dict[str, dict[str | None, str | None]]:
+    """Properties of each test in a JUnit file."""
+    return {
         str(case.get("name")): {p.get("name"): p.get("value") for p in case.iter("property")}
-        for case in cases
+        for case in ET.parse(path).getroot().iter("testcase")
     }
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_junit_files_have_the_outcome_as_properties(
+    workers: tuple[str, ...], project: pytest.Pytester
+) -> None:
+    """Under xdist, whose workers send what they found to the process that writes the file, too."""
+    if workers:
+        pytest.importorskip("xdist")
+    honest_run().write(project.path / "honest.db")
+    faulty_run().write(project.path / "faulty.db")
+    project.makepyfile(test_job=TESTS, test_ledger=LEDGER_TESTS)
+    words = ("-q", "--junitxml=out.xml", "-p", "no:cacheprovider", *workers)
+    project.runpytest_subprocess(*words).assert_outcomes(passed=3, failed=3)
+    found = properties(project.path / "out.xml")
+    assert found["test_honest"]["shiftbook_verify_verdict"] == "clean"
+    assert found["test_honest"]["shiftbook_verify_exit_code"] == "0"
+    faulty = found["test_faulty"]
+    assert faulty["shiftbook_verify_ledger"] == "sqlite:///faulty.db"
+    assert faulty["shiftbook_verify_verdict"] == "findings"
+    assert faulty["shiftbook_verify_findings"] == "2"
+    assert str(faulty["shiftbook_headline"]).startswith("I6 broken at position ")
+    assert str(found["test_absent"]["shiftbook_headline"]).startswith("could not verify: ")
+    assert found["test_moves"]["shiftbook_headline"] is not None
     assert found["test_same"]["shiftbook_replay_outcome"] == "same"
     assert found["test_same"]["shiftbook_replay_target"] == "small:job"
     assert found["test_moves"]["shiftbook_replay_exit_code"] == "1"
@@ -100,6 +146,37 @@ def test_failures_are_annotated_in_github_actions_under_xdist_too(
     assert len(lines) == 1, result.stdout.str()
     assert lines[0].startswith("::error file=test_job.py,line=4,title=test_moves%3A not the same::")
     assert "replay diverged: step 1, component rollout: sample 000001/0" in lines[0]
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+def test_verdicts_are_annotated_in_github_actions_too(
+    workers: tuple[str, ...], project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finding, a ledger that is not there, and none for what is clean."""
+    if workers:
+        pytest.importorskip("xdist")
+    honest_run().write(project.path / "honest.db")
+    run = faulty_run()
+    run.write(project.path / "faulty.db")
+    project.makepyfile(test_ledger=LEDGER_TESTS)
+    for actions in ("true", "false"):
+        monkeypatch.setenv("GITHUB_ACTIONS", actions)
+        result = project.runpytest_subprocess("-q", "-p", "no:cacheprovider", *workers)
+        result.assert_outcomes(passed=1, failed=2)
+        lines = sorted(line for line in result.stdout.lines if line.startswith("::error"))
+        if actions == "false":
+            assert lines == []
+            continue
+        finding, absent = lines
+        at = run.at("WeightSyncDelivered", 2)
+        assert finding.startswith(
+            "::error file=test_ledger.py,line=4,title=test_faulty%3A not clean::"
+            f"I6 broken at position {at}: expected "
+        )
+        assert absent.startswith(
+            "::error file=test_ledger.py,line=7,title=test_absent%3A not clean::could not verify: "
+        )
+        assert "absent.db" in absent
 
 
 def test_golden_traces_lie_beside_the_test_and_are_written_when_asked(
@@ -159,28 +236,12 @@ def test_another_stack_fails_or_skips_as_the_project_says(
 
 def test_a_verdict_with_findings_fails_with_the_first_of_them(project: pytest.Pytester) -> None:
     honest_run().write(project.path / "honest.db")
-    run = honest_run()
-    run.get("WeightSyncDelivered", 2).change(root=policy(9), differing=("lm_head",))
-    run.write(project.path / "faulty.db")
-    project.makepyfile(
-        test_ledger="""
-        def test_honest(shiftbook_verify):
-            assert shiftbook_verify("honest.db").exit_code == 0
-
-        def test_faulty(shiftbook_verify):
-            shiftbook_verify("faulty.db")
-
-        def test_absent(shiftbook_verify):
-            shiftbook_verify("absent.db")
-        """
-    )
-    result = project.runpytest("-q", "--junitxml=out.xml")
+    faulty_run().write(project.path / "faulty.db")
+    project.makepyfile(test_ledger=LEDGER_TESTS)
+    result = project.runpytest("-q")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(["shiftbook verify: findings", "*I6*", "*differing: lm_head*"])
     result.stdout.fnmatch_lines(["shiftbook verify: could not judge", "*absent.db*"])
-    assert 'name="shiftbook_verify_verdict" value="clean"' in (project.path / "out.xml").read_text(
-        "utf-8"
-    )
 
 
 def test_who_does_not_use_it_is_not_disturbed(project: pytest.Pytester) -> None:
@@ -208,3 +269,36 @@ def test_pytest_starts_without_torch_ray_and_the_ledger(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines()[-1] == "[] True", done.stdout
+
+
+CI = Path(__file__).parents[2] / "docs" / "ci.md"
+
+
+def test_the_workflow_that_the_documentation_offers_can_be_used() -> None:
+    """It is YAML with what a workflow needs, and what it calls is there."""
+    yaml = pytest.importorskip("yaml")
+    (block,) = re.findall(r"```yaml\n(.*?)```", CI.read_text("utf-8"), re.S)
+    workflow = yaml.safe_load(block)
+    trigger = workflow[True]  # YAML 1.1 reads the word "on" so, and GitHub does not mind
+    assert trigger == "pull_request"
+    assert workflow["permissions"] == {"contents": "read"}
+    (job,) = workflow["jobs"].values()
+    assert {"runs-on", "timeout-minutes", "steps"} <= set(job)
+    assert all(isinstance(value, str) for value in job["env"].values())
+    steps = job["steps"]
+    assert all(("uses" in step) != ("run" in step) for step in steps)
+    assert all(
+        re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]) for step in steps if "uses" in step
+    )
+    commands = [step["run"] for step in steps if "run" in step]
+    extras = re.search(r"\[([\w,]+)\]", next(c for c in commands if c.startswith("pip install")))
+    declared = tomllib.loads((CI.parents[1] / "pyproject.toml").read_text("utf-8"))
+    assert extras is not None
+    assert {*extras[1].split(",")} <= {*declared["project"]["optional-dependencies"]}
+    report = next(c for c in commands if c.startswith("pytest")).split("--junitxml=")[1]
+    upload = next(step["with"] for step in steps if "upload-artifact" in step.get("uses", ""))
+    assert upload["path"] == report
+    bisect = shlex.split(next(c for c in commands if c.startswith("shiftbook")))
+    context = replay_command.make_context("replay", bisect[2:])
+    assert bisect[1] == "replay"
+    assert context.params["bisect"] is True

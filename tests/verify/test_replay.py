@@ -152,6 +152,26 @@ def test_golden_traces_are_written_compared_and_reviewable(
         assert call(capsys, JOBS + "with_tensor", "--golden", str(golden), *more)[0] == 0, more
 
 
+def test_a_golden_trace_is_written_anew_and_the_conditions_asked_for_held_against_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is of the reference conditions whatever is asked for, so a fault of others is no part."""
+    plain, golden = tmp_path / "plain.golden", tmp_path / "small.golden"
+    target = JOBS + "slips_with_workers"
+    assert call(capsys, target, "--golden", str(plain), "--update-golden")[0] == 0
+    words = (target, "--golden", str(golden), "--update-golden")
+    code, out, _ = call(capsys, *words, "--workers", "rollout=2")
+    assert code == 1
+    assert f"golden trace written to {golden}" in out
+    assert "first divergence: step 1" in out
+    assert "workers=rollout=2" in out
+    assert golden.read_bytes() == plain.read_bytes()
+    code, out, _ = call(capsys, *words, "--schedule", "other", "--moves", "random:3")
+    assert code == 0
+    assert "schedule=other" in out
+    assert golden.read_bytes() == plain.read_bytes()
+
+
 def test_a_divergence_from_a_golden_trace_is_named(tmp_path: Path) -> None:
     golden = tmp_path / "job.golden"
     job = replay_jobs.counting(replay_jobs._moves_lose_an_element, width=8)
@@ -254,7 +274,46 @@ def test_golden_traces_of_other_jobs_and_configurations_are_refused(tmp_path: Pa
         ((JOBS + "honest", "--moves", "often"), "random:7"),
         ((JOBS + "honest", "--update-golden"), "--golden FILE"),
         (("no-such.db",), "no-such.db"),
-        ((JOBS + "honest", "--against", "x.db"), "two ledgers"),
+        ((JOBS + "honest", "--against", "x.db"), "two recorded ledgers"),
+        (("a.db", "--bisect"), "give the job's Python path"),
+        *(
+            ((*base, *option), f"{why}; leave {option[0]} away")
+            for base, why, options in (
+                (
+                    ("a.db", "--against", "b.db"),
+                    "--against compares two recorded ledgers and runs nothing",
+                    (
+                        "--code x:y",
+                        "--update-golden",
+                        "--golden g",
+                        "--bisect",
+                        "--steps 1",
+                        "--schedule s",
+                        "--workers a=1",
+                        "--moves none",
+                        "--seed 0",
+                        "--timeout 9",
+                    ),
+                ),
+                (
+                    (JOBS + "honest", "--bisect"),
+                    "--bisect compares two runs of a job's Python path",
+                    ("--update-golden", "--golden g", "--job j", "--code x:y", "--evidence e"),
+                ),
+                (
+                    (JOBS + "honest",),
+                    "TARGET is a job's Python path and no ledger",
+                    ("--job j", "--code x:y", "--evidence e"),
+                ),
+                (
+                    ("a.db",),
+                    "TARGET is a ledger, which is its own record",
+                    ("--golden g", "--update-golden"),
+                ),
+            )
+            for option in map(str.split, options)
+        ),
+        ((JOBS + "honest", "--job", "j", "--code", "x:y"), "leave --code, --job away"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

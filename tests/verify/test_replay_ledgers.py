@@ -7,6 +7,7 @@ the job that its JobOpened names shows the honest record.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from shiftbook.ledger.events.base import parse
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.replay.outcome import replay
 from shiftbook.verify.replay.running import Asked
+from shiftbook.verify.replay.story import outcome_lines
 from tests.verify.honest_run import Run, honest_run, policy
 from tests.verify.test_replay import call
 
 REPLAY = "tests.verify.replay_jobs:as_honest_run"
+WITH_LEDGER = "tests.verify.replay_jobs:with_a_ledger"
 
 
 def written(path: Path, run: Run, *, target: str | None = REPLAY) -> Path:
@@ -47,13 +50,34 @@ def test_a_reward_that_differs_from_the_record_is_named_with_its_event(tmp_path:
     entry.rows["reward"][2] = 7.5
     path = written(tmp_path / "changed.db", run)
     with Ledger.open(f"sqlite:///{path}", create=False, read_only=True) as ledger:
-        generated = [e.position for e in ledger.read() if e.type == "SamplesGenerated"]
-    for outcome in (replay(str(path), Asked(steps=2)), compared(tmp_path, path)):
+        at = [e.position for e in ledger.read() if e.type == "SamplesRewarded"][1]
+    for outcome, both in (
+        (replay(str(path), Asked(steps=2)), (at, None)),
+        (replay(str(path), Asked(steps=2), code=WITH_LEDGER), (at, at)),
+        (compared(tmp_path, path), (at, at)),
+    ):
         assert outcome.exit_code == 1
         assert outcome.divergence.uid == uid
         assert outcome.divergence.what == "reward"
         assert outcome.divergence.step == 1
-        assert generated[1] in outcome.divergence.events
+        assert outcome.divergence.events == both
+        told = "\n".join(outcome_lines(outcome))
+        assert told.count(f"(event at position {at})") == (1 if both[1] is None else 2)
+        assert told.count("(of a run that writes no ledger)") == (1 if both[1] is None else 0)
+
+
+def test_what_is_no_reward_is_named_by_its_own_event(tmp_path: Path) -> None:
+    """Tokens by SamplesGenerated, numbers by UpdateApplied, on both sides."""
+    for name, change in (
+        ("SamplesGenerated", lambda e: e.rows["logp_digest"].__setitem__(2, "0" * 32)),
+        ("UpdateApplied", lambda e: e.change(loss=e.event.loss + 1.0)),
+    ):
+        run = honest_run()
+        change(run.get(name, 1))
+        path = written(tmp_path / f"{name}.db", run)
+        outcome = replay(str(path), Asked(steps=2), code=WITH_LEDGER)
+        assert outcome.divergence is not None
+        assert outcome.divergence.events == (run.at(name, 1),) * 2
 
 
 def compared(tmp_path: Path, path: Path) -> Any:
@@ -78,6 +102,22 @@ def test_two_ledgers_are_compared_without_running_anything(
     assert "component trainer: number loss: its value came out otherwise" in out
     assert out.count("(event at position") == 2
     assert "trainer root model in the same step" in out
+
+
+def test_evidence_of_two_ledgers_may_lie_in_one_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Segments are named by their content, so ledgers can share a folder of them."""
+    paths = [written(tmp_path / f"{n}.db", honest_run(), target=None) for n in ("one", "two")]
+    words = [str(paths[0]), "--against", str(paths[1])]
+    place = tmp_path / "both"
+    for path in paths:
+        folder = path.with_name(f"{path.name}.evidence")
+        shutil.copytree(folder, place, dirs_exist_ok=True)
+        shutil.rmtree(folder)
+    assert call(capsys, *words)[0] == 2
+    code, out, err = call(capsys, *words, "--evidence", str(place))
+    assert code == 0, out + err
 
 
 def test_ledgers_that_cannot_be_replayed_are_refused_in_words(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from shiftbook.ledger.cli_options import (
     LedgerURL,
@@ -15,7 +16,29 @@ from shiftbook.ledger.cli_options import (
     format_option,
     working,
 )
-from shiftbook.ledger.errors import InvalidInput
+
+RUN = frozenset({"schedule", "workers", "moves", "seed", "steps", "limit_s"})
+"""What says how a job is run."""
+
+MEANINGLESS: dict[str, tuple[str, frozenset[str]]] = {
+    "against": (
+        "--against compares two recorded ledgers and runs nothing",
+        RUN | {"golden", "update_golden", "code", "bisect"},
+    ),
+    "bisect": (
+        "--bisect compares two runs of a job's Python path",
+        frozenset({"golden", "update_golden", "job", "code", "evidence"}),
+    ),
+    "path": (
+        "TARGET is a job's Python path and no ledger",
+        frozenset({"job", "code", "evidence"}),
+    ),
+    "ledger": (
+        "TARGET is a ledger, which is its own record",
+        frozenset({"golden", "update_golden"}),
+    ),
+}
+"""For each thing that can be asked for why some options say nothing about it, and which."""
 
 
 @click.command(short_help="Run a small job again; name the first thing that came out otherwise.")
@@ -85,6 +108,8 @@ def replay(
     TARGET is a job's Python path (package.module:attribute or file.py:attribute) or a recorded
     ledger, whose job is run by the code and configuration that it names. The run is compared with
     one under the job's reference conditions, with the golden trace, or with the ledger's record.
+    A golden trace is always written under the reference conditions; where --update-golden comes
+    with others, a run under these is then held against it.
 
     Exit code 0: the same. 1: a divergence. 2: it could not be told.
     """
@@ -93,15 +118,15 @@ def replay(
     from shiftbook.verify.replay.running import Asked
     from shiftbook.verify.replay.target import is_python_target, parse_moves, parse_workers
 
+    is_path = is_python_target(target)
+    _refuse_meaningless("against" if against else "bisect" if bisect else "", is_path)
     asked = Asked(seed, steps, schedule, parse_workers(workers), parse_moves(moves))
-    if not is_python_target(target):
+    if not is_path:
         target = LedgerURL().convert(target, None, None)
     if against is not None:
-        if is_python_target(target) or golden or bisect or asked != Asked(workers={}):
-            raise InvalidInput("--against compares two ledgers; leave the other options away")
-        outcome = compare_ledgers(target, against, job, job)
+        outcome = compare_ledgers(target, against, job, job, evidence=evidence)
     elif bisect:
-        return _bisect(target, asked, golden, limit_s, format_)
+        return _bisect(target, asked, limit_s, format_)
     else:
         with working(f"replaying {target}"):
             outcome = run_replay(
@@ -116,6 +141,24 @@ def replay(
             )
     _print(outcome, format_)
     return int(outcome.exit_code)
+
+
+def _refuse_meaningless(kind: str, is_path: bool) -> None:
+    """Raise UsageError for options that say nothing about what was asked for."""
+    if kind == "against" and is_path:
+        raise click.UsageError("--against compares two recorded ledgers; TARGET is a Python path")
+    if kind == "bisect" and not is_path:
+        raise click.UsageError("--bisect compares two runs of a job; give the job's Python path")
+    why, without = MEANINGLESS[kind or ("path" if is_path else "ledger")]
+    context = click.get_current_context()
+    given = [
+        max(parameter.opts, key=len)
+        for parameter in context.command.params
+        if parameter.name in without
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{why}; leave {', '.join(sorted(given))} away")
 
 
 def _print(outcome: Any, format_: Any) -> None:
@@ -135,15 +178,10 @@ def _print(outcome: Any, format_: Any) -> None:
         emit([tuple(document.values())], list(document), format_)
 
 
-def _bisect(target: str, asked: Any, golden: Path | None, limit_s: float, format_: Any) -> int:
+def _bisect(target: str, asked: Any, limit_s: float, format_: Any) -> int:
     from shiftbook.verify.replay.bisect import bisect as find
     from shiftbook.verify.replay.bisect import report_lines
-    from shiftbook.verify.replay.target import is_python_target
 
-    if golden is not None or not is_python_target(target):
-        raise InvalidInput(
-            "--bisect compares two runs of a job; give the job's Python path, and no --golden"
-        )
     with working(f"looking for where two runs of {target} part"):
         report = find(target, asked, limit_s=limit_s)
     if format_ == "json":

@@ -236,7 +236,7 @@ def _changed(line: Line, other: Line, name: str) -> Divergence:
         measured = _numbers(line.fields[name], other.fields[name])
     return Divergence(
         line.step, line.component, line.kind, line.name, name, line.fields[name],
-        other.fields[name], (line.event, other.event), **measured,
+        other.fields[name], (line.event_of(name), other.event_of(name)), **measured,
     )  # fmt: skip
 
 

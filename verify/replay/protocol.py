@@ -74,13 +74,15 @@ class Conditions:
 class Tensors:
     """Named tensors of a component: numpy arrays or torch tensors, as they are at this moment.
 
-    ``each`` false puts their common root alone into golden traces, to keep those short.
+    ``each`` false puts their common root alone into golden traces, to keep those short. ``event``,
+    here and below, is the position of what says so in the run's own ledger, where it writes one.
     """
 
     component: str
     name: str
     tensors: Mapping[str, Any]
     each: bool = True
+    event: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,8 @@ class Sample:
     tokens: str
     logps: str | None = None
     reward: float | None = None
+    event: int | None = None
+    reward_event: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,7 @@ class Numbers:
 
     component: str
     values: Mapping[str, float]
+    event: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

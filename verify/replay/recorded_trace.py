@@ -175,11 +175,12 @@ def recorded_lines(
 
 def _samples(number: int, one: Iteration, rows: RowSource) -> Iterator[Line]:
     # A lost segment was a finding of the first pass already.
-    rewards: dict[Any, Any] = {}
-    for _, rewarded in one.rewarded:
+    rewards: dict[Any, tuple[Any, int]] = {}
+    for at, rewarded in one.rewarded:
         scored = rows("SamplesRewarded", rewarded.segment)
         if not scored.problem:
-            rewards |= zip(scored["uid"], scored["reward"], strict=True)
+            for uid, reward in zip(scored["uid"], scored["reward"], strict=True):
+                rewards[uid] = (reward, at)
     seen: dict[Any, tuple[Any, Any, int]] = {}
     for at, generated in one.generated:
         table = rows("SamplesGenerated", generated.segment)
@@ -190,9 +191,14 @@ def _samples(number: int, one: Iteration, rows: RowSource) -> Iterator[Line]:
                 seen[uid] = (*digests, at)
     for uid, (tokens, logps, at) in sorted(seen.items()):
         fields = {"tokens": str(tokens), "logps": str(logps)}
+        rewarded_at = None
         if uid in rewards:
-            fields["reward"] = repr(float(rewards[uid]))
-        yield Line(number, "rollout", "sample", label(str(uid)), fields, event=at)
+            reward, rewarded_at = rewards[uid]
+            fields["reward"] = repr(float(reward))
+        yield Line(
+            number, "rollout", "sample", label(str(uid)), fields,
+            event=at, reward_event=rewarded_at,
+        )  # fmt: skip
 
 
 def _tensors(number: int, one: Iteration) -> Iterator[Line]:

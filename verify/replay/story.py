@@ -68,8 +68,8 @@ def headline(divergence: Divergence) -> str:
 def divergence_lines(divergence: Divergence) -> Iterator[str]:
     """Where it begins, what was expected, what came, how far it goes."""
     yield f"first divergence: {headline(divergence)}"
-    yield f"  expected: {_short(divergence.expected)}{_event(divergence.events[0])}"
-    yield f"  found:    {_short(divergence.found)}{_event(divergence.events[1])}"
+    yield f"  expected: {_short(divergence.expected)}{_event(divergence, 0)}"
+    yield f"  found:    {_short(divergence.found)}{_event(divergence, 1)}"
     if divergence.elements is not None and divergence.differing is not None:
         largest = (
             "" if divergence.largest is None else f", by {_number(divergence.largest)} at most"
@@ -95,8 +95,18 @@ def divergence_lines(divergence: Divergence) -> Iterator[str]:
         yield f"  then:     {', '.join(divergence.others)}{tail} in the same step"
 
 
-def _event(position: int | None) -> str:
-    return "" if position is None else f"  (event at position {position})"
+def _event(divergence: Divergence, side: int) -> str:
+    """Where a side says so; a side that has no event says that, where the other one has one."""
+    position = divergence.events[side]
+    if position is not None:
+        return f"  (event at position {position})"
+    there = divergence.what != ("unexpected", "missing")[side]
+    return "  (of a run that writes no ledger)" if there and any_event(divergence) else ""
+
+
+def any_event(divergence: Divergence) -> bool:
+    """Whether either side was read from a ledger."""
+    return any(position is not None for position in divergence.events)
 
 
 def _short(text: str) -> str:

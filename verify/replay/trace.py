@@ -50,11 +50,17 @@ class Line:
     """File with the tensor's bits."""
     event: int | None = None
     """Position of the event in the ledger that it was read from."""
+    reward_event: int | None = None
+    """Position of the one that has the reward."""
 
     @property
     def key(self) -> tuple[int, str, str, str]:
         """What it is compared by."""
         return self.step, self.component, self.kind, self.name
+
+    def event_of(self, field_name: str) -> int | None:
+        """Position of the event that has a field."""
+        return self.reward_event if field_name == "reward" else self.event
 
     def plain(self) -> dict[str, Any]:
         """As plain values."""
@@ -151,10 +157,14 @@ def observation_lines(
                 fields["logps"] = sample.logps
             if sample.reward is not None:
                 fields["reward"] = repr(float(sample.reward))
-            yield Line(step, of, "sample", label(sample.uid), fields)
+            yield Line(
+                step, of, "sample", label(sample.uid), fields,
+                event=sample.event, reward_event=sample.reward_event,
+            )  # fmt: skip
     elif isinstance(observation, Numbers):
         for name, value in observation.values.items():
-            yield Line(step, of, "number", label(name), {"value": repr(float(value))})
+            shown = {"value": repr(float(value))}
+            yield Line(step, of, "number", label(name), shown, event=observation.event)
     elif isinstance(observation, RandomState):
         state = observation.state
         data = state.encode() if isinstance(state, str) else state
@@ -183,6 +193,15 @@ def _tensor_lines(
             keep_tensor(tensor, Path(kept))
         fields = describe(tensor)
         prints[name] = fields["fingerprint"]
-        yield Line(step, of, "tensor", label(f"{seen.name}/{name}"), fields, not seen.each, kept)
+        yield Line(
+            step,
+            of,
+            "tensor",
+            label(f"{seen.name}/{name}"),
+            fields,
+            not seen.each,
+            kept,
+            seen.event,
+        )
     fields = {"tensors": str(len(prints)), "root": root(prints)}
-    yield Line(step, of, "root", label(seen.name), fields)
+    yield Line(step, of, "root", label(seen.name), fields, event=seen.event)
