@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.zoo import mutations
-from tests.zoo.faults import load_all
+from tests.zoo.faults import CRASHES, load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
 from tests.zoo.run import Result, run
@@ -38,13 +38,13 @@ def work(task: Task) -> tuple[Task, Result]:
     kind, name, seed, trigger = task
     if kind == "fault":
         fault = load_all()[name]
-        return task, run(Shape(seed=seed), lambda p: fault.put_in(p, trigger))
+        return task, run(fault.shape(seed, trigger), lambda p: fault.put_in(p, trigger))
     if kind == "mutation":
         return task, run(Shape(seed=seed), mutations.draw(int(name)).put_in)
     if kind == "variant":
         variant = VARIANTS[name]
         return task, run(variant.shape(seed), variant.put_in)
-    return task, run(Shape(seed=seed))
+    return task, run(CRASHES[trigger](seed) if trigger else Shape(seed=seed))
 
 
 def tasks(full: bool, only: str | None) -> Iterator[Task]:
@@ -52,6 +52,9 @@ def tasks(full: bool, only: str | None) -> Iterator[Task]:
     seeds = SEEDS if full else SEEDS[:1]
     for seed in HONEST:
         yield "honest", "", seed, 0
+    for crash in list(CRASHES)[1:] if full else ():
+        for seed in seeds:
+            yield "honest", "", seed, crash
     for name, fault in load_all().items():
         for seed in seeds:
             for trigger in fault.triggers() if full else fault.triggers()[:1]:
@@ -68,14 +71,15 @@ class Report:
     """Takes in results and says whether the goals are met."""
 
     def __init__(self) -> None:
-        self.honest: dict[int, Result] = {}
+        self.honest: dict[tuple[int, int], Result] = {}
+        """Baselines by seed and crash; 0 is the crash of every shape but those of restores."""
         self.faults: dict[str, Row] = {}
         self.mutants: dict[str, Row] = {}
         self.variants: dict[str, Row] = {}
 
     def range(self) -> list[tuple[float, float]]:
         """Least and largest mean reward of honest runs, by iteration."""
-        curves = [result.rewards for result in self.honest.values()]
+        curves = [result.rewards for (_, crash), result in self.honest.items() if not crash]
         return [(min(c), max(c)) for c in zip(*curves, strict=True)]
 
     def shown(self, result: Result) -> bool:
@@ -85,24 +89,33 @@ class Report:
             for reward, (low, high) in zip(result.rewards, self.range(), strict=False)
         )
 
+    def baseline(self, task: Task) -> Result:
+        """The honest run of the same shape and seed."""
+        kind, name, seed, trigger = task
+        restores = kind == "fault" and load_all()[name].when == "restore"
+        crash = trigger if restores and trigger != next(iter(CRASHES)) else 0
+        return self.honest[seed, crash]
+
     def add(self, task: Task, result: Result) -> None:
         """Take in one run; honest ones come first."""
         kind, name, seed, trigger = task
-        label = f"seed {seed}" + (f", iteration {trigger}" if trigger else "")
+        label = f"seed {seed}"
         if kind == "honest":
-            self.honest[seed] = result
-            row = self.variants.setdefault("plain", Row("plain", "-", ""))
+            self.honest[seed, trigger] = result
+            name = f"killed_in_{trigger}" if trigger else "plain"
+            row = self.variants.setdefault(name, Row(name, "-", ""))
             row.add(result, label, counts=True, shown=False)
         elif kind == "fault":
             fault = load_all()[name]
+            label += f", {fault.label(trigger)}"
             row = self.faults.setdefault(name, Row(name, fault.row, fault.says))
             # A fault without an effect (no prompt came again, say) is no fault: it is not counted.
-            void = result.final == self.honest[seed].final and not result.caught
+            void = result.final == self.baseline(task).final and not result.caught
             row.void += void
             row.add(result, label, counts=not void, shown=self.shown(result))
         elif kind == "mutation":
             row = self.mutants.setdefault(name, Row(str(mutations.draw(int(name))), "-", ""))
-            changed = result.final is not None and result.final != self.honest[seed].final
+            changed = result.final is not None and result.final != self.baseline(task).final
             row.add(result, label, counts=changed, shown=self.shown(result))
         else:
             row = self.variants.setdefault(name, Row(name, "-", VARIANTS[name].says))

@@ -221,12 +221,12 @@ def _no_flush(p: Patcher, t: int) -> None:
     p.wrap(Engine, "flush", lambda original, self: [] if since(t) else original(self))
 
 
-@fault("H2", "a flush is reported and not done: cached values grow old")
+@fault("H2", "a flush is reported and not done: cached values grow old", at=(1, 2, 3))
 def _flush_in_name_only(p: Patcher, t: int) -> None:
     p.wrap(Engine, "flush", lambda original, self: list(CACHES) if since(t) else original(self))
 
 
-@fault("H4", "only one of the caches is flushed")
+@fault("H4", "only one of the caches is flushed", at=(1, 2, 3))
 def _one_cache_kept(p: Patcher, t: int) -> None:
     def flush(original: Any, self: Engine) -> list[str]:
         if since(t):

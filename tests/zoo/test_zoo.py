@@ -15,7 +15,7 @@ import pytest
 from tests.zoo import __main__ as zoo_command
 from tests.zoo import mutations
 from tests.zoo.__main__ import Task, main
-from tests.zoo.faults import load_all
+from tests.zoo.faults import CRASHES, load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
 from tests.zoo.run import Result, run
@@ -41,6 +41,25 @@ def test_there_are_enough_of_all_kinds() -> None:
     assert len(VARIANTS) >= 30
 
 
+def test_all_but_a_fault_of_the_whole_run_are_put_in_at_several_moments() -> None:
+    moments = {name: fault.triggers() for name, fault in load_all().items()}
+    alone = {name for name, triggers in moments.items() if len(set(triggers)) < 3}
+    assert alone == {name for name, fault in load_all().items() if fault.when == "run"}
+    assert alone == {"one_seed_for_all"}, "declare a fault of the whole run only where it is one"
+
+
+@pytest.mark.parametrize("crash", list(CRASHES)[1:])
+def test_a_fault_of_the_restore_is_found_after_other_crashes(crash: int) -> None:
+    """Beside the honest run of that crash, which ends as the plain one does."""
+    fault = load_all()["shard_of_an_older_save"]
+    honest = run(fault.shape(1, crash))
+    assert honest.exit_code == 0, (honest.told, honest.could_not, honest.error)
+    result = run(fault.shape(1, crash), lambda p: fault.put_in(p, crash))
+    assert result.exit_code == 1, (result.error, result.could_not)
+    assert "I1b" in result.invariants
+    assert result.final != honest.final
+
+
 def test_the_plain_run_is_clean_and_repeats() -> None:
     first, again, other = run(Shape(seed=3)), run(Shape(seed=3)), run(Shape(seed=4))
     assert first.exit_code == 0, (first.told, first.could_not, first.error)
@@ -51,7 +70,8 @@ def test_the_plain_run_is_clean_and_repeats() -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_a_fault_is_found(name: str) -> None:
     fault = load_all()[name]
-    result = run(Shape(seed=1), lambda p: fault.put_in(p, 1 if fault.when == "step" else 0))
+    trigger = fault.triggers()[0]
+    result = run(fault.shape(1, trigger), lambda p: fault.put_in(p, trigger))
     assert result.exit_code == 1, (result.error, result.could_not)
     assert FAST[name] in result.invariants
     assert result.latency is not None
