@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 from tests.zoo import mutations
-from tests.zoo.faults import CRASHES, load_all
+from tests.zoo.faults import load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
 from tests.zoo.run import Result, run
@@ -44,17 +44,15 @@ def work(task: Task) -> tuple[Task, Result]:
     if kind == "variant":
         variant = VARIANTS[name]
         return task, run(variant.shape(seed), variant.put_in)
-    return task, run(CRASHES[trigger](seed) if trigger else Shape(seed=seed))
+    raise ValueError(f"expected a fault, mutation or variant, found {kind}")
 
 
 def tasks(full: bool, only: str | None) -> Iterator[Task]:
     """All runs that the form asks for."""
     seeds = SEEDS if full else SEEDS[:1]
-    for seed in HONEST:
-        yield "honest", "", seed, 0
-    for crash in list(CRASHES)[1:] if full else ():
-        for seed in seeds:
-            yield "honest", "", seed, crash
+    for name in VARIANTS:
+        for seed in HONEST if name == "plain" else seeds:
+            yield "variant", name, seed, 0
     for name, fault in load_all().items():
         for seed in seeds:
             for trigger in fault.triggers() if full else fault.triggers()[:1]:
@@ -62,24 +60,21 @@ def tasks(full: bool, only: str | None) -> Iterator[Task]:
     for number in range(MUTATIONS):
         for seed in seeds:
             yield "mutation", str(number), seed, 0
-    for name in VARIANTS:
-        for seed in seeds:
-            yield "variant", name, seed, 0
 
 
 class Report:
     """Takes in results and says whether the goals are met."""
 
     def __init__(self) -> None:
-        self.honest: dict[tuple[int, int], Result] = {}
-        """Baselines by seed and crash; 0 is the crash of every shape but those of restores."""
+        self.honest: dict[tuple[str, int], Result] = {}
+        """Runs of the variants by name and seed: what a fault's run is compared with."""
         self.faults: dict[str, Row] = {}
         self.mutants: dict[str, Row] = {}
         self.variants: dict[str, Row] = {}
 
     def range(self) -> list[tuple[float, float]]:
         """Least and largest mean reward of honest runs, by iteration."""
-        curves = [result.rewards for (_, crash), result in self.honest.items() if not crash]
+        curves = [r.rewards for (name, _), r in self.honest.items() if name == "plain"]
         return [(min(c), max(c)) for c in zip(*curves, strict=True)]
 
     def shown(self, result: Result) -> bool:
@@ -92,20 +87,14 @@ class Report:
     def baseline(self, task: Task) -> Result:
         """The honest run of the same shape and seed."""
         kind, name, seed, trigger = task
-        restores = kind == "fault" and load_all()[name].when == "restore"
-        crash = trigger if restores and trigger != next(iter(CRASHES)) else 0
-        return self.honest[seed, crash]
+        base = load_all()[name].base(trigger).name if kind == "fault" else "plain"
+        return self.honest[base, seed]
 
     def add(self, task: Task, result: Result) -> None:
         """Take in one run; honest ones come first."""
         kind, name, seed, trigger = task
         label = f"seed {seed}"
-        if kind == "honest":
-            self.honest[seed, trigger] = result
-            name = f"killed_in_{trigger}" if trigger else "plain"
-            row = self.variants.setdefault(name, Row(name, "-", ""))
-            row.add(result, label, counts=True, shown=False)
-        elif kind == "fault":
+        if kind == "fault":
             fault = load_all()[name]
             label += f", {fault.label(trigger)}"
             row = self.faults.setdefault(name, Row(name, fault.row, fault.says))
@@ -118,6 +107,7 @@ class Report:
             changed = result.final is not None and result.final != self.baseline(task).final
             row.add(result, label, counts=changed, shown=self.shown(result))
         else:
+            self.honest[name, seed] = result
             row = self.variants.setdefault(name, Row(name, "-", VARIANTS[name].says))
             row.add(result, label, counts=True, shown=False)
             if result.caught or result.error:

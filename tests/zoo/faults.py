@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tests.zoo.job import Shape
+from tests.zoo.legitimate import VARIANTS, Variant
 from tests.zoo.patching import Patcher
 
 When = Literal["step", "restore", "run"]
@@ -16,12 +17,8 @@ PutIn = Callable[[Patcher, int], None]
 TRIGGERS = (1, 3, 5)
 """Iterations in which a step fault is put in; after 3 the checkpoint is saved that is restored."""
 
-CRASHES: dict[int, Callable[[int], Shape]] = {
-    4: lambda seed: Shape(seed=seed),
-    2: lambda seed: Shape(seed=seed, killed_in=2, saves=(0, 1), ranks=((0, 2), (2, 1), (4, 2))),
-    5: lambda seed: Shape(seed=seed, killed_in=5, saves=(1, 2), ranks=((0, 2), (3, 1), (6, 2))),
-}
-"""Shapes by the iteration in which the job is killed, for faults of saves and restores.
+CRASHES = {4: "plain", 2: "killed_in_2", 5: "killed_in_5"}
+"""Honest runs by the iteration in which they are killed, for faults of saves and restores.
 
 Killed in 4 the job goes on from the save after 3, and nothing but the iteration it died in is
 computed again. Killed in 2 the restored save is of one epoch less. Killed in 5 the last save is
@@ -38,9 +35,11 @@ class Fault:
     row: str
     says: str
     when: When
-    put_in: PutIn
+    act: PutIn
     at: tuple[int, ...] = ()
     """Iterations, where not all of ``TRIGGERS`` leave the fault something to act on."""
+    on: str = "plain"
+    """The honest variant that it is put into."""
 
     @property
     def kind(self) -> str:
@@ -53,9 +52,20 @@ class Fault:
             return tuple(CRASHES)
         return self.at or (TRIGGERS if self.when == "step" else (0,))
 
+    def base(self, trigger: int) -> Variant:
+        """The honest run that it is put into, and compared with."""
+        return VARIANTS[CRASHES[trigger] if self.when == "restore" else self.on]
+
     def shape(self, seed: int, trigger: int) -> Shape:
-        """The job that it is put into."""
-        return CRASHES[trigger](seed) if self.when == "restore" else Shape(seed=seed)
+        """Shape of that run."""
+        return self.base(trigger).shape(seed)
+
+    def put_in(self, patcher: Patcher, trigger: int) -> None:
+        """The variant, and the fault around it."""
+        variant = self.base(trigger).put_in
+        if variant is not None:
+            variant(patcher)
+        self.act(patcher, trigger)
 
     def label(self, trigger: int) -> str:
         """The trigger in words."""
@@ -68,14 +78,14 @@ FAULTS: dict[str, Fault] = {}
 
 
 def fault(
-    row: str, says: str, when: When = "step", at: tuple[int, ...] = ()
+    row: str, says: str, when: When = "step", at: tuple[int, ...] = (), on: str = "plain"
 ) -> Callable[[PutIn], PutIn]:
     """Register the decorated function; its name is the fault's."""
 
     def register(put_in: PutIn) -> PutIn:
         name = put_in.__name__.strip("_")
         assert name not in FAULTS, name
-        FAULTS[name] = Fault(name, row, says, when, put_in, at)
+        FAULTS[name] = Fault(name, row, says, when, put_in, at, on)
         return put_in
 
     return register
@@ -84,6 +94,7 @@ def fault(
 def load_all() -> dict[str, Fault]:
     """Import every module that registers faults; all of them by name."""
     import tests.zoo.faults_data
+    import tests.zoo.faults_packing
     import tests.zoo.faults_state
     import tests.zoo.faults_sync
     import tests.zoo.faults_training  # noqa: F401

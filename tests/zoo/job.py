@@ -446,6 +446,7 @@ class Job:
                     trained=batch.trained[row, : batch.lengths[row]],
                     logps=batch.engine[row, : batch.lengths[row]],
                     virtual_rank=virtual_rank,
+                    version_min=batch.versions[row],
                 )
                 for virtual_rank, micro in batches.items()
                 for batch in micro

@@ -18,6 +18,7 @@ from tests.zoo.__main__ import Task, main
 from tests.zoo.faults import CRASHES, load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
+from tests.zoo.legitimate_batches import replay
 from tests.zoo.run import Result, run
 
 FAST = {
@@ -82,6 +83,30 @@ def test_an_honest_variant_is_not_flagged(name: str) -> None:
     variant = VARIANTS[name]
     result = run(variant.shape(1), variant.put_in)
     assert result.exit_code == 0, (result.told, result.could_not, result.error)
+
+
+@pytest.mark.parametrize("changed", ["replay_buffer", "packed"])
+def test_other_batches_are_not_flagged(changed: str) -> None:
+    """And they are not the plain run under another name."""
+    variant = VARIANTS[changed]
+    result = run(variant.shape(1), variant.put_in)
+    assert result.exit_code == 0, (result.told, result.could_not, result.error)
+    assert result.final != run(Shape(seed=1)).final
+
+
+@pytest.mark.parametrize(
+    ("uses", "reuse", "invariant"), [(3, "at_most", "I10"), (2, "exactly", "I10b")]
+)
+def test_a_replay_buffer_is_held_to_what_the_plan_says(
+    uses: int, reuse: str, invariant: str
+) -> None:
+    """Used three times where twice is the most; used once where twice is the rule."""
+    plan = {
+        "update": {"epochs_per_batch": 2, "sample_reuse": reuse},
+        "sampling": {"staleness_bound": uses - 1},
+    }
+    result = run(Shape(seed=1, plan=plan), lambda p: replay(p, uses))
+    assert result.invariants[:1] == (invariant,), result.told
 
 
 def test_everything_put_in_is_taken_out_again() -> None:
