@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from shiftbook.checkpoint.recorder import Recorder
@@ -23,6 +22,7 @@ from tests.zoo.loader import DATASET, GROUP, Loader
 from tests.zoo.model import Tensors
 from tests.zoo.now import NOW
 from tests.zoo.patching import Patcher
+from tests.zoo.straddling import straddle
 from tests.zoo.trainer import Trainer
 from tests.zoo.variants import VARIANTS, Variant, shaped, variant
 
@@ -278,32 +278,7 @@ def _asynchronous(p: Patcher) -> None:
     },
 )
 def _partial_rollouts(p: Patcher) -> None:
-    def deliver(original: Any, self: Job, engine: Engine, weights: Any, version: int) -> None:
-        before = (engine.weights(), engine.version) if engine.shards else None
-        NOW.notes[f"before {engine.incarnation}"] = before
-        original(self, engine, weights, version)
-
-    def first_token(original: Any, self: Engine, w: Any, prompt: list[int]) -> Any:
-        before = NOW.notes.get(f"before {self.incarnation}")
-        if NOW.notes.get("mixed") and before is not None:
-            # The request was running when the weights came: its state so far is kept.
-            old, version = before
-            h = np.zeros(w["rec"].shape[0], dtype=np.float32)
-            for place, token in enumerate(prompt):
-                h, logp = self.step(old, h, token, place)
-            return h, logp, version
-        return original(self, w, prompt)
-
-    def generate(original: Any, self: Engine, uid: str, prompt: Any) -> Any:
-        NOW.notes["mixed"] = uid.endswith("/2")
-        made = original(self, uid, prompt)
-        if NOW.notes["mixed"] and made.cache_version < self.version:
-            made.versions[made.sampled.index(True)] = made.cache_version
-        return made
-
-    p.wrap(Job, "deliver", deliver)
-    p.wrap(Engine, "first_token", first_token)
-    p.wrap(Engine, "generate", generate)
+    straddle(p, lambda uid: uid.endswith("/2"))
 
 
 @variant(
