@@ -7,6 +7,7 @@ prints the table.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -130,6 +131,11 @@ def test_mutations_are_the_same_for_ever_and_of_all_sorts() -> None:
         (("variant", "rolled_back", 0, 1), 1, "flagged honest run rolled_back"),
         (("fault", "step_twice", 0, 1), 0, "1 of 1 caught"),
         (("fault", "step_twice", 0, 0), 1, "missed fault E12 step_twice"),
+        (
+            ("fault", "step_twice", 1, 1),
+            1,
+            "E12 step_twice, seed 1, iteration 1: never came to act",
+        ),
         (("mutation", "0", 0, 1), 0, "1 of 1 caught"),
         (("mutation", "0", 0, 0), 1, "0 of 1 caught"),
     ],
@@ -141,10 +147,17 @@ def test_a_missed_goal_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of a fault, a mutation or an honest run that is caught (trigger 1) or not (0)."""
+    """Of a fault, a mutation or an honest run that is caught (trigger 1) or not (0).
+
+    A fault that changes nothing (seed 1) is not counted, and listed with the reason.
+    """
 
     def results(*_: object) -> Iterator[tuple[Task, Result]]:
-        yield ("honest", "", 0, 0), Result("a", [0.5], 0, (), None)
+        for seed in (0, 1):
+            yield ("variant", "plain", seed, 0), Result("a", [0.5], 0, (), None)
+        if task[2] == 1:  # of seed 1 nothing comes
+            yield task, Result("a", [0.5], 0, (), None, fired=False)
+            return
         caught = task[3] == 1
         yield task, Result("b", [0.5], int(caught), ("I19",) * caught, 0 if caught else None)
 
@@ -153,9 +166,25 @@ def test_a_missed_goal_is_exit_code_1(
     assert says in capsys.readouterr().out
 
 
+def test_the_quick_form_is_one_seed_and_trigger_and_keeps_to_its_runs() -> None:
+    """Its time is printed; what a test can hold it to on any machine is the number of runs."""
+    chosen = list(zoo_command.tasks(full=False))
+    assert len(chosen) <= zoo_command.QUICK_RUNS
+    faults = [name for kind, name, _, _ in chosen if kind == "fault"]
+    assert sorted(faults) == sorted(load_all())
+    assert {kind for kind, *_ in chosen} == {"fault", "mutation", "variant"}
+    assert {seed for kind, name, seed, _ in chosen if name != "plain"} == {0}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quick_form_meets_its_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    """200 mutations at least are counted, and the seconds stand beside their bound."""
     code = main([])
-    print(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    print(out)
     assert code == 0
+    counted = re.search(r"mutations: \d+ of (\d+) caught", out)
+    assert counted is not None, "the line on mutations"
+    assert int(counted[1]) >= 200
+    assert re.search(r"\d+ runs in \d+ s with \d+ s of CPU time \(at most 360 s", out)
