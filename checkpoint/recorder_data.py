@@ -12,6 +12,7 @@ from shiftbook.checkpoint.recorder_samples import (
     Generated,
     consumed_event,
     generated_event,
+    oldest_version,
     rewarded_event,
 )
 from shiftbook.checkpoint.recorder_state import digest, ids_bytes
@@ -125,6 +126,6 @@ class DataRecords(Book):
 
     def consumed(self, iteration: int, samples: Sequence[Consumed], *, version: int) -> None:
         """Samples as the next update uses them, by the policy of ``version``."""
-        least = min((self._versions.get(s.uid, version) for s in samples), default=version)
+        least = oldest_version(samples, self._versions, version)
         event, rows = consumed_event(self.attempt, iteration, samples, version, least)
         self._add(event, rows=rows)

@@ -56,6 +56,8 @@ class Consumed:
     logps: Any = None
     """Behaviour log-probabilities that the loss used, one for each token; None: it used none."""
     virtual_rank: int = 0
+    version_min: int | None = None
+    """Oldest weights in its tokens, where an earlier life generated it (a restored buffer)."""
 
 
 Columns = dict[str, list[Any]]
@@ -66,6 +68,16 @@ def _optional(columns: Columns, **values: list[Any]) -> None:
     for name, column in values.items():
         if column and all(value is not None for value in column):
             columns[name] = column
+
+
+def oldest_version(samples: Sequence[Consumed], generated: Mapping[str, int], version: int) -> int:
+    """Oldest weights in a batch: of samples that this life generated, and of those that say so."""
+
+    def oldest(sample: Consumed) -> int:
+        stated = version if sample.version_min is None else sample.version_min
+        return generated.get(sample.uid, stated)
+
+    return min(map(oldest, samples), default=version)
 
 
 def group_of(uid: str) -> str:

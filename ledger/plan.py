@@ -133,6 +133,11 @@ class UpdatePlan(_Part):
         default="tree", description="of gradients: one fixed tree, or as they come, within rounding"
     )
     epochs_per_batch: int = Field(default=1, ge=1)
+    sample_reuse: Literal["exactly", "at_most"] = Field(
+        default="exactly",
+        description="each sample is consumed epochs_per_batch times; or, out of a replay buffer, "
+        "at least once and at most that often, within the staleness bound",
+    )
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")
     clip_range: float | None = Field(default=None, description="of the importance ratio")
     truncation: float | None = Field(default=None, description="of engine-to-trainer weights")

@@ -83,9 +83,17 @@ class Sample:
     unknown: str | None = None
     """Why its record is not known (its rows are missing, or they were let go before a restore)."""
 
-    def closed(self, epochs: int) -> bool:
-        """True when nothing more is expected of it."""
-        return self.dropped is not None or len(self.consumed) >= epochs
+    def owed(self, plan: Plan | None) -> bool:
+        """True while it is neither dropped nor consumed as often as the plan demands."""
+        replayed = plan is not None and plan.update.sample_reuse == "at_most"
+        return self._open(1 if replayed or plan is None else plan.update.epochs_per_batch)
+
+    def usable(self, plan: Plan | None) -> bool:
+        """True while the plan lets it be consumed once more."""
+        return self._open(plan.update.epochs_per_batch if plan else 1)
+
+    def _open(self, times: int) -> bool:
+        return self.dropped is None and len(self.consumed) < times
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +227,7 @@ class Track:
 
     def outstanding(self, plan: Plan | None) -> list[Sample]:
         """Samples that were drawn and neither consumed nor dropped."""
-        epochs = plan.update.epochs_per_batch if plan else 1
-        return [s for s in self.samples.values() if not s.closed(epochs)]
+        return [s for s in self.samples.values() if s.owed(plan)]
 
     def _after(self, event: UpdateApplied, at: int) -> Chain:
         """The state that an update leaves."""
@@ -260,7 +267,8 @@ class Track:
         self.draws = deque((d for d in self.draws if d.stop <= first), maxlen=WINDOW)
 
     def _save(self, event: CheckpointSaved, at: int, plan: Plan | None) -> None:
-        open_samples = tuple(replace(s) for s in self.outstanding(plan))
+        # A replay buffer goes on after the restore: what it may use again is remembered too.
+        open_samples = tuple(replace(s) for s in self.samples.values() if s.usable(plan))
         self.marks[event.bundle] = Mark(event, at, self.chain, open_samples)
         self.marks.move_to_end(event.bundle)
         if len(self.marks) > WINDOW:

@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from concurrent import futures
+from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from shiftbook.verify.replay.protocol import Conditions, Job, Numbers, Step, Tensors, component
-
-
-def job(compute: Callable[[Conditions, int], float]) -> Job:
-    """A job of two steps that shows one number of the component ``reward``."""
-
-    def run(conditions: Conditions) -> Iterator[Step]:
-        for number in range(conditions.steps):
-            with component("reward"):
-                value = compute(conditions, number)
-            yield Step(number, [Numbers("reward", {"score": value})])
-
-    return Job(run)
+from shiftbook.verify.replay.protocol import Conditions, Job, Step, Tensors, component
+from tests.verify.bisect_jobs_light import job
 
 
 def _python(conditions: Conditions, number: int) -> float:
     return random.random() if number else 0.5
-
-
-def _numpy(conditions: Conditions, number: int) -> float:
-    return float(np.random.default_rng().random() + np.random.default_rng(3).random())
 
 
 def _legacy_numpy(conditions: Conditions, number: int) -> float:
@@ -52,22 +35,6 @@ def _entropy(conditions: Conditions, number: int) -> float:
     return float(uuid.uuid4().int % 1000003)
 
 
-def _arrival(conditions: Conditions, number: int) -> float:
-    """Sums in the order of arrival; how long each worker takes stands for the load of a machine."""
-    spins = [(os.getpid() * 2654435761 >> index) % 256 * 300 for index in range(12)]
-
-    def part(index: int) -> float:
-        sum(range(spins[index]))
-        return 10.0 ** (index - 4) / 3.0
-
-    with futures.ThreadPoolExecutor(12) as pool:
-        waiting = [pool.submit(part, index) for index in range(12)]
-        total = 1.0
-        for done in futures.as_completed(waiting):
-            total = total * 1.0000001 + done.result()
-    return total
-
-
 def _both(conditions: Conditions, number: int) -> float:
     return random.random() + float(np.random.rand())
 
@@ -78,12 +45,10 @@ def _honest(conditions: Conditions, number: int) -> float:
 
 
 python_random = job(_python)
-numpy_random = job(_numpy)
 legacy_numpy = job(_legacy_numpy)
 hash_order = job(_hashes)
 clock = job(_clock)
 entropy = job(_entropy)
-arrival = job(_arrival)
 both = job(_both)
 honest = job(_honest)
 

@@ -15,6 +15,8 @@ from shiftbook.verify.replay.bisect import bisect, report_lines
 from tests.verify.test_replay import call
 
 JOBS = "tests.verify.bisect_jobs:"
+LIGHT = "tests.verify.bisect_jobs_light:"
+"""Jobs without torch, whose import takes most of the time of a run."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,20 @@ def test_the_cause_outside_torch_is_named_with_its_line(name: str, cause: str, d
         assert "bisect_jobs.py:" in report.suspects[0], text
 
 
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [("arrival", "one-thread"), ("dict_order", "hash-order"), ("numpy_random", "numpy-random")],
+)
+def test_an_order_or_a_draw_of_a_light_job_is_named(name: str, cause: str) -> None:
+    """A sum in the order of arrival, a dict in the order of a set, an unseeded generator."""
+    report = bisect(LIGHT + name)
+    text = "\n".join(report_lines(report))
+    print(text)
+    assert report.exit_code == 1
+    assert report.cured_by == (cause,), text
+    assert report.component == "reward"
+
+
 def test_an_honest_job_is_accused_of_nothing() -> None:
     report = bisect(JOBS + "honest")
     assert report.exit_code == 0
@@ -50,15 +66,11 @@ def test_an_honest_job_is_accused_of_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "cause"),
-    [("numpy_random", "numpy-random"), ("legacy_numpy", "numpy-random"), ("arrival", "one-thread")],
-)
-def test_more_causes_outside_torch(name: str, cause: str) -> None:
-    report = bisect(JOBS + name)
+def test_the_old_generator_of_numpy_is_named_too() -> None:
+    report = bisect(JOBS + "legacy_numpy")
     text = "\n".join(report_lines(report))
     print(text)
-    assert report.cured_by == (cause,), text
+    assert report.cured_by == ("numpy-random",), text
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from shiftbook.ledger.events.job import PlanAmended
 from shiftbook.ledger.events.lease import LeaseGranted, LeaseReleased
 from shiftbook.ledger.events.life import ReplicaLost
 from shiftbook.ledger.events.safety import SafeModeEntered, SafeModeLeft
+from shiftbook.ledger.events.training import UpdateApplied
 from shiftbook.ledger.topology import Topology
 from shiftbook.verify.invariants import INVARIANTS
 from shiftbook.verify.verdict import Verdict, verify
@@ -312,6 +313,56 @@ def test_several_epochs_per_batch_are_legal_when_declared(judge: Judge) -> None:
     run.get("BatchConsumed", 1).change(version_min=0)
     verdict = judge(run)
     assert told(verdict) == []
+
+
+def _replaying(judge: Judge, reuse: str, passes: int) -> Verdict:
+    """All samples are consumed, and one group of each rank ``passes`` times in all."""
+    base = make_plan()
+    plan = make_plan(
+        update=base.update.model_copy(update={"epochs_per_batch": 2, "sample_reuse": reuse}),
+        sampling=base.sampling.model_copy(update={"staleness_bound": passes - 1}),
+    )
+
+    def body(maker: Maker) -> None:
+        maker.draw(0)
+        maker.generate(0)
+        later = tuple(uid for uid in maker.uids() if int(uid[:6]) % 2)
+        for number in range(passes):
+            at = maker.cursor
+            tokens = maker.consume(0, dropped=later if number else ())
+            maker.update(0, tokens)
+            if number:
+                last = maker.run.entries[-1]
+                assert isinstance(last.event, UpdateApplied)
+                ranks = last.event.virtual_ranks
+                last.change(virtual_ranks=tuple(r.model_copy(update={"groups": 1}) for r in ranks))
+            maker.cursor = at
+        maker.cursor += 4
+        maker.sync()
+        maker.complete(0)
+
+    run = one_attempt(plan, body)
+    for number in range(1, passes):
+        run.get("BatchConsumed", number).change(version_min=0)
+    return judge(run)
+
+
+def test_a_replay_buffer_may_use_samples_up_to_the_declared_times(judge: Judge) -> None:
+    """Half of the samples twice and half once; the plan says at most twice."""
+    assert told(_replaying(judge, "at_most", 2)) == []
+
+
+def test_a_replay_buffer_that_uses_samples_too_often_is_found(judge: Judge) -> None:
+    found = {f.invariant: f for f in _replaying(judge, "at_most", 3).findings}
+    assert set(found) == {"I10"}, told(_replaying(judge, "at_most", 3))
+    assert "at most 2 time(s)" in found["I10"].expected
+
+
+def test_samples_of_a_replay_buffer_that_is_not_declared_are_missed(judge: Judge) -> None:
+    """Where the plan says twice, a sample that was used once is owed once more."""
+    found = _replaying(judge, "exactly", 2).findings
+    assert {f.invariant for f in found} == {"I10b"}
+    assert "fewer passes over the batch" in found[0].cause
 
 
 def test_a_skipped_update_changes_nothing_and_is_legal(judge: Judge) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from tests.zoo.faults import load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
 from tests.zoo.run import Result, run
-from tests.zoo.table import Row, lines
+from tests.zoo.table import Row, lines, why_void
 
 SEEDS = (0, 1, 2, 3, 4)
 MUTATIONS = 520
@@ -28,6 +29,10 @@ MUTATIONS = 520
 HONEST = tuple(range(10))
 """Seeds whose rewards give the range that a person would expect."""
 GOAL = 0.95
+QUICK_S = 180
+"""Most that the quick form may take on two idle cores."""
+QUICK_RUNS = 750
+"""Most runs of the quick form: at about 0.4 s of CPU time each, they keep to it."""
 
 Task = tuple[str, str, int, int]
 """(kind, name, seed, trigger)."""
@@ -38,20 +43,21 @@ def work(task: Task) -> tuple[Task, Result]:
     kind, name, seed, trigger = task
     if kind == "fault":
         fault = load_all()[name]
-        return task, run(Shape(seed=seed), lambda p: fault.put_in(p, trigger))
+        return task, run(fault.shape(seed, trigger), lambda p: fault.put_in(p, trigger))
     if kind == "mutation":
         return task, run(Shape(seed=seed), mutations.draw(int(name)).put_in)
     if kind == "variant":
         variant = VARIANTS[name]
         return task, run(variant.shape(seed), variant.put_in)
-    return task, run(Shape(seed=seed))
+    raise ValueError(f"expected a fault, mutation or variant, found {kind}")
 
 
-def tasks(full: bool, only: str | None) -> Iterator[Task]:
+def tasks(full: bool) -> Iterator[Task]:
     """All runs that the form asks for."""
     seeds = SEEDS if full else SEEDS[:1]
-    for seed in HONEST:
-        yield "honest", "", seed, 0
+    for name in VARIANTS:
+        for seed in HONEST if name == "plain" else seeds:
+            yield "variant", name, seed, 0
     for name, fault in load_all().items():
         for seed in seeds:
             for trigger in fault.triggers() if full else fault.triggers()[:1]:
@@ -59,23 +65,21 @@ def tasks(full: bool, only: str | None) -> Iterator[Task]:
     for number in range(MUTATIONS):
         for seed in seeds:
             yield "mutation", str(number), seed, 0
-    for name in VARIANTS:
-        for seed in seeds:
-            yield "variant", name, seed, 0
 
 
 class Report:
     """Takes in results and says whether the goals are met."""
 
     def __init__(self) -> None:
-        self.honest: dict[int, Result] = {}
+        self.honest: dict[tuple[str, int], Result] = {}
+        """Runs of the variants by name and seed: what a fault's run is compared with."""
         self.faults: dict[str, Row] = {}
         self.mutants: dict[str, Row] = {}
         self.variants: dict[str, Row] = {}
 
     def range(self) -> list[tuple[float, float]]:
         """Least and largest mean reward of honest runs, by iteration."""
-        curves = [result.rewards for result in self.honest.values()]
+        curves = [r.rewards for (name, _), r in self.honest.items() if name == "plain"]
         return [(min(c), max(c)) for c in zip(*curves, strict=True)]
 
     def shown(self, result: Result) -> bool:
@@ -85,26 +89,31 @@ class Report:
             for reward, (low, high) in zip(result.rewards, self.range(), strict=False)
         )
 
+    def baseline(self, task: Task) -> Result:
+        """The honest run of the same shape and seed."""
+        kind, name, seed, trigger = task
+        base = load_all()[name].base(trigger).name if kind == "fault" else "plain"
+        return self.honest[base, seed]
+
     def add(self, task: Task, result: Result) -> None:
         """Take in one run; honest ones come first."""
         kind, name, seed, trigger = task
-        label = f"seed {seed}" + (f", iteration {trigger}" if trigger else "")
-        if kind == "honest":
-            self.honest[seed] = result
-            row = self.variants.setdefault("plain", Row("plain", "-", ""))
-            row.add(result, label, counts=True, shown=False)
-        elif kind == "fault":
+        label = f"seed {seed}"
+        if kind == "fault":
             fault = load_all()[name]
+            label += f", {fault.label(trigger)}"
             row = self.faults.setdefault(name, Row(name, fault.row, fault.says))
             # A fault without an effect (no prompt came again, say) is no fault: it is not counted.
-            void = result.final == self.honest[seed].final and not result.caught
-            row.void += void
+            void = result.final == self.baseline(task).final and not result.caught
+            if void:
+                row.void.append(f"{label}: {why_void(result)}")
             row.add(result, label, counts=not void, shown=self.shown(result))
         elif kind == "mutation":
             row = self.mutants.setdefault(name, Row(str(mutations.draw(int(name))), "-", ""))
-            changed = result.final is not None and result.final != self.honest[seed].final
+            changed = result.final is not None and result.final != self.baseline(task).final
             row.add(result, label, counts=changed, shown=self.shown(result))
         else:
+            self.honest[name, seed] = result
             row = self.variants.setdefault(name, Row(name, "-", VARIANTS[name].says))
             row.add(result, label, counts=True, shown=False)
             if result.caught or result.error:
@@ -117,7 +126,7 @@ class Report:
         for line in lines(list(self.faults.values())):
             print(line)
         missed = [r for r in self.faults.values() if r.caught < r.counted or not r.counted]
-        void = sum(row.void for row in self.faults.values())
+        void = sum(len(row.void) for row in self.faults.values())
         counted = sum(row.counted for row in self.mutants.values())
         caught = sum(row.caught for row in self.mutants.values())
         stopped = sum(row.stopped for row in self.mutants.values())
@@ -129,6 +138,10 @@ class Report:
             if row.caught < row.counted:
                 seen = f", the reward curve shows {row.shown}" if row.shown else ""
                 print(f"  {number}: {row.name}: {row.counted - row.caught} of {row.counted}{seen}")
+        print(f"\nfaults without an effect ({void} runs, not counted):")
+        for row in self.faults.values():
+            for run_and_reason in row.void:
+                print(f"  {row.row} {row.name}, {run_and_reason}")
         for row in missed:
             print(f"missed fault {row.row} {row.name}: {'; '.join(row.notes[:5])}")
         for name, row in flagged.items():
@@ -149,6 +162,12 @@ class Report:
         return not missed and share >= GOAL and not flagged
 
 
+def cpu_s() -> float:
+    """CPU time of this process and of those that it waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
 def results(chosen: Iterable[Task], jobs: int) -> Iterator[tuple[Task, Result]]:
     """Run tasks in processes of their own; in order."""
     context = multiprocessing.get_context("fork")
@@ -162,14 +181,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="five seeds and every trigger")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1))
     chosen = parser.parse_args(argv)
-    begun, report, done = time.perf_counter(), Report(), 0
-    for task, result in results(list(tasks(chosen.full, None)), chosen.jobs):
+    begun, cpu_before_s, report, done = time.perf_counter(), cpu_s(), Report(), 0
+    for task, result in results(list(tasks(chosen.full)), chosen.jobs):
         report.add(task, result)
         done += 1
         if done % 50 == 0 and sys.stderr.isatty():
             print(f"{done} runs", file=sys.stderr)
     met = report.print()
-    print(f"{done} runs in {time.perf_counter() - begun:.0f} s; goals {'met' if met else 'MISSED'}")
+    took_s, used_s = time.perf_counter() - begun, cpu_s() - cpu_before_s
+    bound = "" if chosen.full else f" (at most {2 * QUICK_S} s, so {QUICK_S} s on 2 idle cores)"
+    print(
+        f"{done} runs in {took_s:.0f} s with {used_s:.0f} s of CPU time{bound}; "
+        f"goals {'met' if met else 'MISSED'}"
+    )
     return 0 if met else 1
 
 

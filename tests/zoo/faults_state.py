@@ -61,7 +61,7 @@ def _counter_lost(p: Patcher, t: int) -> None:
     p.wrap(storage, "restore_rank", _after_rank(lambda rank, held: setattr(rank, "step", 0)))
 
 
-@fault("D7", "moments went through bf16 on their way to the disk", "always")
+@fault("D7", "moments went through bf16 on their way to the disk", "restore")
 def _moments_rounded(p: Patcher, t: int) -> None:
     def payload(original: Any, *args: Any) -> Any:
         fire()
@@ -190,14 +190,15 @@ def _reference_is_the_policy(p: Patcher, t: int) -> None:
     p.wrap(storage, "restore_rest", restore)
 
 
-@fault("D22", "the reference shares its memory with the policy", "always")
+@fault("D22", "the reference shares its memory with the policy", at=(0, 1, 3))
 def _reference_follows(p: Patcher, t: int) -> None:
-    def init(original: Any, self: Trainer, *args: Any) -> None:
-        original(self, *args)
-        fire()
-        self.reference = {n: x.detach() for n, x in self.ranks[0].model.items()}
+    def one(original: Any, self: Job, iteration: int) -> None:
+        if at(t):
+            model = self.trainer.ranks[0].model
+            self.trainer.reference = {n: x.detach() for n, x in model.items()}
+        original(self, iteration)
 
-    p.wrap(Trainer, "__init__", init)
+    p.wrap(Job, "one", one)
 
 
 @fault("D23", "the loss scale is not restored: one rank keeps another", "restore")
@@ -211,11 +212,16 @@ def _scale_not_restored(p: Patcher, t: int) -> None:
 # -- F: checkpoints ------------------------------------------------------------------------------
 
 
+def _older_save(folder: Path) -> Path:
+    """The first checkpoint of the job."""
+    return min(folder.parent.glob("checkpoint-*"), key=lambda f: int(f.name.partition("-")[2]))
+
+
 @fault("F1", "one rank's shard is of the checkpoint before", "restore")
 def _shard_of_an_older_save(p: Patcher, t: int) -> None:
     def read(original: Any, path: Path) -> Any:
-        older = path.parent.parent / "checkpoint-2" / path.name
-        if NOW.life > 0 and path.name == "rank1.pt" and older.exists() and resumed():
+        older = _older_save(path.parent) / path.name
+        if NOW.life > 0 and path.name == "rank1.pt" and older != path and resumed():
             return {**original(older), "step": original(path)["step"]}
         return original(path)
 
@@ -226,7 +232,7 @@ def _shard_of_an_older_save(p: Patcher, t: int) -> None:
 def _weights_of_an_older_save(p: Patcher, t: int) -> None:
     def load(original: Any, folder: Path) -> Any:
         held = original(folder)
-        older = folder.parent / "checkpoint-2"
+        older = _older_save(folder)
         if NOW.life > 0 and folder != older and resumed():
             old = original(older)
             held["masters"], held["model"] = old["masters"], old["model"]
@@ -235,7 +241,7 @@ def _weights_of_an_older_save(p: Patcher, t: int) -> None:
     p.wrap(storage, "load", load)
 
 
-@fault("F4", "the save does not copy: the file holds later weights", "always")
+@fault("F4", "the save does not copy: the file holds later weights", "restore")
 def _file_holds_later_weights(p: Patcher, t: int) -> None:
     def save(original: Any, folder: Any, bundle: Any, trainer: Trainer, *rest: Any) -> None:
         fire()
@@ -247,7 +253,7 @@ def _file_holds_later_weights(p: Patcher, t: int) -> None:
     p.wrap(storage, "save", save)
 
 
-@fault("F5", "the file's counters are read late", "always")
+@fault("F5", "the file's counters are read late", "restore")
 def _late_counter(p: Patcher, t: int) -> None:
     def payload(original: Any, *args: Any) -> Any:
         fire()
@@ -331,7 +337,7 @@ def _moments_lost_in_a_resize(p: Patcher, t: int) -> None:
     p.wrap(Trainer, "copy_of", copy_of)
 
 
-@fault("F16", "a tensor of the checkpoint is stored in half precision", "always")
+@fault("F16", "a tensor of the checkpoint is stored in half precision", "restore")
 def _stored_in_half(p: Patcher, t: int) -> None:
     def write(original: Any, path: Path, payload: Any) -> None:
         fire()

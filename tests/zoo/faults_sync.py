@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from tests.zoo.engine import CACHES, Engine
+from tests.zoo.engine import CACHES, Engine, Made
 from tests.zoo.faults import fault
 from tests.zoo.job import Job
 from tests.zoo.now import NOW
 from tests.zoo.patching import Patcher, at, fire, once, resumed, since
+from tests.zoo.straddling import stamp_as_one, straddle, straddled
 from tests.zoo.trainer import Trainer
 
 # -- G: weight sync --------------------------------------------------------------------------
@@ -221,12 +223,12 @@ def _no_flush(p: Patcher, t: int) -> None:
     p.wrap(Engine, "flush", lambda original, self: [] if since(t) else original(self))
 
 
-@fault("H2", "a flush is reported and not done: cached values grow old")
+@fault("H2", "a flush is reported and not done: cached values grow old", at=(1, 2, 3))
 def _flush_in_name_only(p: Patcher, t: int) -> None:
     p.wrap(Engine, "flush", lambda original, self: list(CACHES) if since(t) else original(self))
 
 
-@fault("H4", "only one of the caches is flushed")
+@fault("H4", "only one of the caches is flushed", at=(1, 2, 3))
 def _one_cache_kept(p: Patcher, t: int) -> None:
     def flush(original: Any, self: Engine) -> list[str]:
         if since(t):
@@ -322,13 +324,7 @@ def _versions_restart(p: Patcher, t: int) -> None:
 
 @fault("I6", "the end of a rollout is of other weights, although partial rollouts are off")
 def _mixed_versions(p: Patcher, t: int) -> None:
-    def generate(original: Any, self: Engine, uid: str, prompt: Any) -> Any:
-        made = original(self, uid, prompt)
-        if at(t) and uid.endswith("/1"):
-            made.versions[-1] -= 1
-        return made
-
-    p.wrap(Engine, "generate", generate)
+    straddle(p, lambda uid: uid.endswith("/2") and at(t))
 
 
 @fault("I1", "samples older than the bound are trained")
@@ -351,15 +347,26 @@ def _too_stale(p: Patcher, t: int) -> None:
     p.wrap(Job, "roll_out", roll_out)
 
 
-@fault("I7", "tokens are stamped when the request is admitted, not when they are made")
-def _stamped_too_early(p: Patcher, t: int) -> None:
-    def generate(original: Any, self: Engine, uid: str, prompt: Any) -> Any:
-        made = original(self, uid, prompt)
-        if at(t):
-            made.versions = [max(0, v - 1) for v in made.versions]
+def _one_stamp(p: Patcher, t: int, choose: Callable[[list[int]], int]) -> None:
+    """Stamp requests that straddle a sync with one of their versions."""
+
+    def generate(original: Any, self: Engine, uid: str, prompt: Any) -> Made:
+        made: Made = original(self, uid, prompt)
+        if straddled(made) and at(t):
+            stamp_as_one(made, choose)
         return made
 
     p.wrap(Engine, "generate", generate)
+
+
+@fault("I7", "a request that straddles a sync is stamped as it was admitted", on="partial_rollouts")
+def _stamped_too_early(p: Patcher, t: int) -> None:
+    _one_stamp(p, t, min)
+
+
+@fault("I7", "a request that straddles a sync is stamped as it is answered", on="partial_rollouts")
+def _stamped_too_late(p: Patcher, t: int) -> None:
+    _one_stamp(p, t, max)
 
 
 @fault("I10", "the version goes up and no update was made")

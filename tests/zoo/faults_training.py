@@ -47,7 +47,7 @@ def _part_reduced(p: Patcher, t: int) -> None:
     p.wrap(Trainer, "all_reduce", reduce)
 
 
-@fault("E4", "one rank has another loss scale than it divides by")
+@fault("E4", "one rank has another loss scale than it divides by", at=(1, 3, 6))
 def _scale_differs(p: Patcher, t: int) -> None:
     def optimize(original: Any, self: Job, *args: Any) -> None:
         if len(self.trainer.ranks) > 1 and at(t):

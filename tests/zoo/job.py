@@ -7,7 +7,7 @@ second restores the last checkpoint on one rank, computes that iteration again a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -446,6 +446,7 @@ class Job:
                     trained=batch.trained[row, : batch.lengths[row]],
                     logps=batch.engine[row, : batch.lengths[row]],
                     virtual_rank=virtual_rank,
+                    version_min=batch.versions[row],
                 )
                 for virtual_rank, micro in batches.items()
                 for batch in micro
@@ -474,14 +475,21 @@ class Job:
         self.compare_all(iteration, batches)
         for virtual_rank, micro in batches.items():
             for batch in micro:
-                for what, source, weights in (
-                    ("behaviour", batch.engine, self.history.get(batch.versions[0])),
-                    ("proximal", batch.old, self.history.get(batch.scored_at)),
-                    ("reference", batch.reference, reference),
+                probed = [n for n in PROBED if n < len(batch.uids)]
+                # Each sample is replayed under the version that its stamps say.
+                by_version: dict[int | None, list[int]] = {}
+                for n in probed:
+                    by_version.setdefault(batch.versions[n], []).append(n)
+                for what, source, version, weights, rows in (
+                    *(
+                        ("behaviour", batch.engine, version, self.history.get(version), alike)
+                        for version, alike in by_version.items()
+                    ),
+                    ("proximal", batch.old, None, self.history.get(batch.scored_at), probed[:1]),
+                    ("reference", batch.reference, None, reference, probed[:1]),
                 ):
                     if weights is None:
                         continue  # of several versions, or of one that is no longer kept
-                    rows = PROBED if what == "behaviour" else PROBED[:1]
                     used, again, others = self.replay(weights, batch, source, rows)
                     self.recorder.replayed(
                         iteration,
@@ -489,7 +497,7 @@ class Job:
                         used,
                         again,
                         replica=f"vrank-{virtual_rank}",
-                        version=batch.versions[0] or 0,
+                        version=(batch.versions[0] if version is None else version) or 0,
                         other_tokens=others if what == "behaviour" else 0,
                     )
 
@@ -512,15 +520,14 @@ class Job:
         weights: Mapping[str, torch.Tensor],
         batch: Batch,
         source: torch.Tensor,
-        rows: tuple[int, ...],
+        rows: Sequence[int],
     ) -> tuple[list[float], list[float], int]:
         """Log-probabilities of samples as used and again, and tokens drawn otherwise."""
         checker = Engine("probe", "probe", self.shape.seed)
         checker.load(weights, 0)
         w = checker.weights()
         used, again, others = [], [], 0
-        alike = [n for n in rows if n < len(batch.uids) and batch.versions[n] == batch.versions[0]]
-        for n in alike:
+        for n in rows:
             h = np.zeros(w["embed"].shape[1], dtype=np.float32)
             row = [int(t) for t in batch.tokens[n, : batch.lengths[n]]]
             for place in range(len(row) - 1):

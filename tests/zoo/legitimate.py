@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from shiftbook.checkpoint.recorder import Recorder
@@ -15,46 +14,17 @@ from shiftbook.checkpoint.sampler import SEQUENTIAL, Sampler
 from shiftbook.ledger.errors import LedgerUnreachable
 from shiftbook.ledger.ledger import Ledger
 from tests.zoo import job as job_module
+from tests.zoo import legitimate_batches as _batches  # noqa: F401 - it registers variants
 from tests.zoo import storage
 from tests.zoo.engine import Engine
-from tests.zoo.job import Job, Shape
+from tests.zoo.job import Job
 from tests.zoo.loader import DATASET, GROUP, Loader
 from tests.zoo.model import Tensors
 from tests.zoo.now import NOW
 from tests.zoo.patching import Patcher
+from tests.zoo.straddling import straddle
 from tests.zoo.trainer import Trainer
-
-PutIn = Callable[[Patcher], None]
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A declared difference; ``shape`` is made for a seed."""
-
-    name: str
-    says: str
-    shape: Callable[[int], Shape]
-    put_in: PutIn | None = None
-
-
-VARIANTS: dict[str, Variant] = {}
-
-
-def variant(says: str, **shape: Any) -> Callable[[PutIn], PutIn]:
-    """Register the decorated function as what is put in."""
-
-    def register(put_in: PutIn) -> PutIn:
-        name = put_in.__name__.strip("_")
-        VARIANTS[name] = Variant(name, says, lambda seed: Shape(seed=seed, **shape), put_in)
-        return put_in
-
-    return register
-
-
-def shaped(name: str, says: str, **shape: Any) -> None:
-    """Register a variant that needs another shape alone."""
-    VARIANTS[name] = Variant(name, says, lambda seed: Shape(seed=seed, **shape))
-
+from tests.zoo.variants import VARIANTS, Variant, shaped, variant
 
 WIDE = {"I16": 5.0, "I16.tokens": 1.0}
 """Tolerances of runs whose cached values are old on purpose: no replay gives their bits."""
@@ -70,6 +40,20 @@ shaped("three_engines", "three rollout engines", engines=3)
 shaped("saves_always", "a checkpoint after every iteration", saves=tuple(range(7)))
 shaped("crash_without_checkpoint", "the second life begins at the beginning", saves=(), killed_in=2)
 shaped("crash_right_after_save", "killed in the iteration after a save", killed_in=2)
+shaped(
+    "killed_in_2",
+    "killed soon: an epoch less is behind the restored save",
+    killed_in=2,
+    saves=(0, 1),
+    ranks=((0, 2), (2, 1), (4, 2)),
+)
+shaped(
+    "killed_in_5",
+    "the last save is three iterations old, and the first life has shrunk to one rank",
+    killed_in=5,
+    saves=(1, 2),
+    ranks=((0, 2), (3, 1), (6, 2)),
+)
 shaped("longer", "more epochs over the data", iterations=9, saves=(1, 3, 6))
 shaped("no_iterations_after_restore", "the restored life ends soon", iterations=5)
 
@@ -294,32 +278,7 @@ def _asynchronous(p: Patcher) -> None:
     },
 )
 def _partial_rollouts(p: Patcher) -> None:
-    def deliver(original: Any, self: Job, engine: Engine, weights: Any, version: int) -> None:
-        before = (engine.weights(), engine.version) if engine.shards else None
-        NOW.notes[f"before {engine.incarnation}"] = before
-        original(self, engine, weights, version)
-
-    def first_token(original: Any, self: Engine, w: Any, prompt: list[int]) -> Any:
-        before = NOW.notes.get(f"before {self.incarnation}")
-        if NOW.notes.get("mixed") and before is not None:
-            # The request was running when the weights came: its state so far is kept.
-            old, version = before
-            h = np.zeros(w["rec"].shape[0], dtype=np.float32)
-            for place, token in enumerate(prompt):
-                h, logp = self.step(old, h, token, place)
-            return h, logp, version
-        return original(self, w, prompt)
-
-    def generate(original: Any, self: Engine, uid: str, prompt: Any) -> Any:
-        NOW.notes["mixed"] = uid.endswith("/2")
-        made = original(self, uid, prompt)
-        if NOW.notes["mixed"] and made.cache_version < self.version:
-            made.versions[made.sampled.index(True)] = made.cache_version
-        return made
-
-    p.wrap(Job, "deliver", deliver)
-    p.wrap(Engine, "first_token", first_token)
-    p.wrap(Engine, "generate", generate)
+    straddle(p, lambda uid: uid.endswith("/2"))
 
 
 @variant(

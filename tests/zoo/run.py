@@ -35,6 +35,8 @@ class Result:
     error: str = ""
     could_not: tuple[str, ...] = ()
     told: tuple[str, ...] = field(default_factory=tuple)
+    fired: bool = True
+    """False where what was put in never came to act."""
 
     @property
     def caught(self) -> bool:
@@ -96,6 +98,7 @@ def _judged(
         latency=latency,
         error=error,
         could_not=verdict.could_not,
+        fired=fired_ns is not None,
         told=tuple(
             f"{f.invariant} at {f.position}: expected {f.expected}; found {f.found}"
             for f in findings[:6]

@@ -24,8 +24,8 @@ class Row:
     shown: int = 0
     """Runs whose rewards leave the range of honest runs."""
     stopped: int = 0
-    void: int = 0
-    """Runs in which a named fault changed nothing and nothing was found."""
+    void: list[str] = field(default_factory=list)
+    """Runs in which a named fault changed nothing and nothing was found: which, and why."""
     notes: list[str] = field(default_factory=list)
 
     def add(self, result: Result, label: str, *, counts: bool, shown: bool) -> None:
@@ -56,6 +56,13 @@ class Row:
             return "-"
         low, high = min(self.latencies), max(self.latencies)
         return str(low) if low == high else f"{low}-{high}"
+
+
+def why_void(result: Result) -> str:
+    """Why a run with a fault in it is no faulty run."""
+    if not result.fired:
+        return "never came to act"
+    return "acted, and all of the final state is the honest run's"
 
 
 def lines(rows: list[Row]) -> Iterator[str]:

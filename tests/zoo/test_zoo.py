@@ -7,6 +7,7 @@ prints the table.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -15,9 +16,10 @@ import pytest
 from tests.zoo import __main__ as zoo_command
 from tests.zoo import mutations
 from tests.zoo.__main__ import Task, main
-from tests.zoo.faults import load_all
+from tests.zoo.faults import CRASHES, load_all
 from tests.zoo.job import Shape
 from tests.zoo.legitimate import VARIANTS
+from tests.zoo.legitimate_batches import replay
 from tests.zoo.run import Result, run
 
 FAST = {
@@ -41,6 +43,25 @@ def test_there_are_enough_of_all_kinds() -> None:
     assert len(VARIANTS) >= 30
 
 
+def test_all_but_a_fault_of_the_whole_run_are_put_in_at_several_moments() -> None:
+    moments = {name: fault.triggers() for name, fault in load_all().items()}
+    alone = {name for name, triggers in moments.items() if len(set(triggers)) < 3}
+    assert alone == {name for name, fault in load_all().items() if fault.when == "run"}
+    assert alone == {"one_seed_for_all"}, "declare a fault of the whole run only where it is one"
+
+
+@pytest.mark.parametrize("crash", list(CRASHES)[1:])
+def test_a_fault_of_the_restore_is_found_after_other_crashes(crash: int) -> None:
+    """Beside the honest run of that crash, which ends as the plain one does."""
+    fault = load_all()["shard_of_an_older_save"]
+    honest = run(fault.shape(1, crash))
+    assert honest.exit_code == 0, (honest.told, honest.could_not, honest.error)
+    result = run(fault.shape(1, crash), lambda p: fault.put_in(p, crash))
+    assert result.exit_code == 1, (result.error, result.could_not)
+    assert "I1b" in result.invariants
+    assert result.final != honest.final
+
+
 def test_the_plain_run_is_clean_and_repeats() -> None:
     first, again, other = run(Shape(seed=3)), run(Shape(seed=3)), run(Shape(seed=4))
     assert first.exit_code == 0, (first.told, first.could_not, first.error)
@@ -51,7 +72,8 @@ def test_the_plain_run_is_clean_and_repeats() -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_a_fault_is_found(name: str) -> None:
     fault = load_all()[name]
-    result = run(Shape(seed=1), lambda p: fault.put_in(p, 1 if fault.when == "step" else 0))
+    trigger = fault.triggers()[0]
+    result = run(fault.shape(1, trigger), lambda p: fault.put_in(p, trigger))
     assert result.exit_code == 1, (result.error, result.could_not)
     assert FAST[name] in result.invariants
     assert result.latency is not None
@@ -62,6 +84,30 @@ def test_an_honest_variant_is_not_flagged(name: str) -> None:
     variant = VARIANTS[name]
     result = run(variant.shape(1), variant.put_in)
     assert result.exit_code == 0, (result.told, result.could_not, result.error)
+
+
+@pytest.mark.parametrize("changed", ["replay_buffer", "packed"])
+def test_other_batches_are_not_flagged(changed: str) -> None:
+    """And they are not the plain run under another name."""
+    variant = VARIANTS[changed]
+    result = run(variant.shape(1), variant.put_in)
+    assert result.exit_code == 0, (result.told, result.could_not, result.error)
+    assert result.final != run(Shape(seed=1)).final
+
+
+@pytest.mark.parametrize(
+    ("uses", "reuse", "invariant"), [(3, "at_most", "I10"), (2, "exactly", "I10b")]
+)
+def test_a_replay_buffer_is_held_to_what_the_plan_says(
+    uses: int, reuse: str, invariant: str
+) -> None:
+    """Used three times where twice is the most; used once where twice is the rule."""
+    plan = {
+        "update": {"epochs_per_batch": 2, "sample_reuse": reuse},
+        "sampling": {"staleness_bound": uses - 1},
+    }
+    result = run(Shape(seed=1, plan=plan), lambda p: replay(p, uses))
+    assert result.invariants[:1] == (invariant,), result.told
 
 
 def test_everything_put_in_is_taken_out_again() -> None:
@@ -85,6 +131,11 @@ def test_mutations_are_the_same_for_ever_and_of_all_sorts() -> None:
         (("variant", "rolled_back", 0, 1), 1, "flagged honest run rolled_back"),
         (("fault", "step_twice", 0, 1), 0, "1 of 1 caught"),
         (("fault", "step_twice", 0, 0), 1, "missed fault E12 step_twice"),
+        (
+            ("fault", "step_twice", 1, 1),
+            1,
+            "E12 step_twice, seed 1, iteration 1: never came to act",
+        ),
         (("mutation", "0", 0, 1), 0, "1 of 1 caught"),
         (("mutation", "0", 0, 0), 1, "0 of 1 caught"),
     ],
@@ -96,10 +147,17 @@ def test_a_missed_goal_is_exit_code_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of a fault, a mutation or an honest run that is caught (trigger 1) or not (0)."""
+    """Of a fault, a mutation or an honest run that is caught (trigger 1) or not (0).
+
+    A fault that changes nothing (seed 1) is not counted, and listed with the reason.
+    """
 
     def results(*_: object) -> Iterator[tuple[Task, Result]]:
-        yield ("honest", "", 0, 0), Result("a", [0.5], 0, (), None)
+        for seed in (0, 1):
+            yield ("variant", "plain", seed, 0), Result("a", [0.5], 0, (), None)
+        if task[2] == 1:  # of seed 1 nothing comes
+            yield task, Result("a", [0.5], 0, (), None, fired=False)
+            return
         caught = task[3] == 1
         yield task, Result("b", [0.5], int(caught), ("I19",) * caught, 0 if caught else None)
 
@@ -108,9 +166,25 @@ def test_a_missed_goal_is_exit_code_1(
     assert says in capsys.readouterr().out
 
 
+def test_the_quick_form_is_one_seed_and_trigger_and_keeps_to_its_runs() -> None:
+    """Its time is printed; what a test can hold it to on any machine is the number of runs."""
+    chosen = list(zoo_command.tasks(full=False))
+    assert len(chosen) <= zoo_command.QUICK_RUNS
+    faults = [name for kind, name, _, _ in chosen if kind == "fault"]
+    assert sorted(faults) == sorted(load_all())
+    assert {kind for kind, *_ in chosen} == {"fault", "mutation", "variant"}
+    assert {seed for kind, name, seed, _ in chosen if name != "plain"} == {0}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quick_form_meets_its_goals(capsys: pytest.CaptureFixture[str]) -> None:
+    """200 mutations at least are counted, and the seconds stand beside their bound."""
     code = main([])
-    print(capsys.readouterr().out)
+    out = capsys.readouterr().out
+    print(out)
     assert code == 0
+    counted = re.search(r"mutations: \d+ of (\d+) caught", out)
+    assert counted is not None, "the line on mutations"
+    assert int(counted[1]) >= 200
+    assert re.search(r"\d+ runs in \d+ s with \d+ s of CPU time \(at most 360 s", out)

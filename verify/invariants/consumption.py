@@ -23,7 +23,8 @@ def _ordinal(uid: str) -> int | None:
 
 
 class ExactlyOnce(Invariant):
-    """I10: in the effective lineage a sample is consumed once (``epochs_per_batch`` times).
+    """I10: in the effective lineage a sample is consumed once (``epochs_per_batch`` times, or at
+    most that often where the plan declares ``sample_reuse`` as at_most: a replay buffer).
 
     What an attempt consumed after the bundle from which the next attempt goes on is not in the
     policy, so consuming it again is legal.
@@ -42,6 +43,7 @@ class ExactlyOnce(Invariant):
             self.missing("rows of BatchConsumed cannot be read")
             return
         epochs = step.plan.update.epochs_per_batch if step.plan else 1
+        most = "at most " if step.plan and step.plan.update.sample_reuse == "at_most" else ""
         seen: set[str] = set()
         faults: dict[str, list[tuple[str, int | None]]] = {}
         for uid in step.rows["uid"]:
@@ -53,7 +55,7 @@ class ExactlyOnce(Invariant):
         for fault, uids in faults.items():
             self.flag(
                 step.at,
-                expected=f"every consumed sample drawn, and consumed {epochs} time(s)",
+                expected=f"every consumed sample drawn, and consumed {most}{epochs} time(s)",
                 found=f"{listed(uid for uid, _ in uids)}: {fault}",
                 cause="a request was answered twice, a batch replayed, or a uid made up",
                 action="Consume by uid: keep the set of consumed uids with the trainer's state.",
@@ -134,13 +136,12 @@ class NoLoss(Invariant):
             self._due(samples, max(s.iteration for s in samples) + bound, step.plan, step.at)
 
     def _due(self, samples: Iterable[Sample], iteration: int, plan: Plan | None, at: int) -> None:
-        epochs = plan.update.epochs_per_batch if plan else 1
         bound = plan.sampling.staleness_bound if plan else 0
         due = [s for s in samples if s.iteration <= iteration - bound]
         known = [s for s in due if s.unknown is None]
         if len(known) < len(due):
             self.missing("rows of consumed samples cannot be read")
-        lost = [s for s in known if not s.closed(epochs) and s.uid not in self._reported]
+        lost = [s for s in known if s.owed(plan) and s.uid not in self._reported]
         self.passed(len(known))
         if not lost:
             return
