@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shiftbook.checkpoint.recorder_book import Book
+from orjson import dumps
+
+from shiftbook.checkpoint.recorder_book import Book, Held
 from shiftbook.checkpoint.recorder_samples import (
     Consumed,
     Generated,
@@ -18,6 +20,14 @@ from shiftbook.checkpoint.recorder_state import digest, ids_bytes
 from shiftbook.ledger.events.probes import DataBuilt, RewardsRescored
 from shiftbook.ledger.events.training import SamplesDrawn, SamplesDropped, Transform
 
+MOST_DRAWN = 960
+"""Prompts of one SamplesDrawn event; at most 56 bytes each, with index and digest.
+
+A number of prompts and not of bytes, so that a draw that is repeated is cut at the same places."""
+
+MOST_UID_BYTES = 50_000
+"""Of the uids in one SamplesDropped event, as they are written."""
+
 
 def data_digests(prompts: Sequence[Any]) -> list[str]:
     """Token digest of each prompt of a data set, in order."""
@@ -27,6 +37,20 @@ def data_digests(prompts: Sequence[Any]) -> list[str]:
 def dataset_digest(digests: Sequence[str]) -> str:
     """One digest of a data set from those of its prompts: what a plan declares."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _parts(uids: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Uids in runs that an event has room for, in order; one run, empty, of none."""
+    part: list[str] = []
+    size = 0
+    for uid in uids:
+        length = len(dumps(uid)) + 1
+        if part and size + length > MOST_UID_BYTES:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(uid)
+        size += length
+    yield tuple(part)
 
 
 class DataRecords(Book):
@@ -59,18 +83,28 @@ class DataRecords(Book):
         Rule, seed and group size are the plan's where the sampler has none of its own to say.
         """
         data, update = self.plan.data, self.plan.update
-        self._add(
-            SamplesDrawn(
-                attempt=self.attempt,
-                iteration=iteration,
-                rule=data.sampler_rule if rule is None else rule,
-                seed=data.seed if seed is None else seed,
-                epoch=epoch,
-                start=start,
-                indices=tuple(int(i) for i in indices),
-                group_size=update.group_size if group_size is None else group_size,
-                prompt_digests=None if prompts is None else tuple(data_digests(prompts)),
-            )
+        digests = None if prompts is None else data_digests(prompts)
+        # Of a draw that goes over the end of an epoch its later events lie in a later epoch.
+        ahead = epoch - start // data.dataset_size
+        self._add_all(
+            [
+                Held(
+                    SamplesDrawn(
+                        attempt=self.attempt,
+                        iteration=iteration,
+                        rule=data.sampler_rule if rule is None else rule,
+                        seed=data.seed if seed is None else seed,
+                        epoch=epoch if not first else ahead + (start + first) // data.dataset_size,
+                        start=start + first,
+                        indices=tuple(int(i) for i in indices[first : first + MOST_DRAWN]),
+                        group_size=update.group_size if group_size is None else group_size,
+                        prompt_digests=(
+                            None if digests is None else tuple(digests[first : first + MOST_DRAWN])
+                        ),
+                    )
+                )
+                for first in range(0, max(1, len(indices), len(digests or ())), MOST_DRAWN)
+            ]
         )
 
     def generated(
@@ -117,10 +151,15 @@ class DataRecords(Book):
 
     def dropped(self, iteration: int, uids: Sequence[str], reason: str) -> None:
         """Samples that will never be used; the reason begins with a drop rule of the plan."""
-        self._add(
-            SamplesDropped(
-                attempt=self.attempt, iteration=iteration, uids=tuple(uids), reason=reason
-            )
+        self._add_all(
+            [
+                Held(
+                    SamplesDropped(
+                        attempt=self.attempt, iteration=iteration, uids=part, reason=reason
+                    )
+                )
+                for part in _parts(uids)
+            ]
         )
 
     def consumed(self, iteration: int, samples: Sequence[Consumed], *, version: int) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from shiftbook.checkpoint.errors import RecorderMisuse
-from shiftbook.checkpoint.recorder_book import Book
+from shiftbook.checkpoint.recorder_book import Book, Held
 from shiftbook.checkpoint.recorder_state import Part, State, roots
 from shiftbook.checkpoint.recorder_sync import SyncRecord
 from shiftbook.ledger.events.life import ReplicaLost, ReplicaStarted
@@ -58,8 +58,7 @@ class EngineRecords(Book):
         try:
             yield record
         finally:
-            for event in record.ended():
-                self._add(event, operation)
+            self._add_all([Held(event, operation) for event in record.ended()])
 
     def first_use(
         self,

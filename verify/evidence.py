@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shiftbook.ledger import long_fields
 from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.segment_place import LocalFolder, Place, segment_place
@@ -47,6 +48,7 @@ COLUMNS: Mapping[str, Mapping[str, type]] = {
     "SamplesRewarded": REWARDED,
     "BatchConsumed": CONSUMED,
     "DataBuilt": {"index": int, "digest": str},
+    **{kind.type_(): long_fields.COLUMNS for kind in long_fields.LONG},
 }
 
 OPTIONAL: Mapping[str, Mapping[str, type]] = {

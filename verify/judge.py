@@ -12,6 +12,7 @@ from shiftbook.ledger.envelope import SYSTEM_JOB, StoredEvent
 from shiftbook.ledger.errors import InvalidEvent, ShiftbookError
 from shiftbook.ledger.events.base import Event, Segment, UnknownEvent
 from shiftbook.ledger.events.training import BatchConsumed, SamplesDrawn, UpdateApplied
+from shiftbook.ledger.long_fields import LONG, brought_back
 from shiftbook.ledger.state import LedgerState
 from shiftbook.verify.coverage import Coverage, Row
 from shiftbook.verify.evidence import RowSource
@@ -186,7 +187,10 @@ class Judge:
         segment = getattr(event, "segment", None) if _may_bind(kind) else None
         rows = self._rows(stored.type, segment) if isinstance(segment, Segment) else None
         job = self.state.job(stored.job)
-        step = Step(self.state, job, bench.track, stored, event, rows, problem)
+        # Only the invariants see its long lists: neither the track nor the fold holds them.
+        listed = kind in LONG and rows is not None and rows.problem is None
+        whole = brought_back(event, rows.columns) if listed and rows is not None else event
+        step = Step(self.state, job, bench.track, stored, whole, rows, problem)
         for invariant in bench.looking_at(kind):
             invariant.feed(step)
         bench.track.apply(stored, event, job.plan, rows)

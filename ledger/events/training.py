@@ -201,3 +201,5 @@ class UpdateApplied(Event):
     """Parameters with a gradient whose masters kept every bit; empty where all of them moved."""
     moved_frozen: tuple[str, ...] | None = None
     """Parameters without a gradient whose masters changed."""
+    segment: Segment | None = None
+    """Lists in rows that have no room here, such as ``micro_batches`` (`ledger.long_fields`)."""
