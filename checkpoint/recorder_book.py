@@ -76,7 +76,8 @@ class Book:
         self._syncs = 0
         self._owned = False
         self._after: Literal["restore", "start"] | None = "start"
-        self._versions: dict[str, int] = {}
+        self._versions: dict[int, dict[str, int]] = {}
+        """By iteration: oldest version of each of its samples, for the updates that may use it."""
         self._verified = 0
         self._reward_mean = 0.0
 
@@ -129,6 +130,19 @@ class Book:
             )
             for entry in entries
         ]
+
+    def _version_of(self, uid: str, default: int) -> int:
+        """Oldest version of a sample's tokens, as the last iteration that made it said."""
+        for made in reversed(self._versions.values()):
+            if uid in made:
+                return made[uid]
+        return default
+
+    def _forget(self, iteration: int) -> None:
+        """Let samples go that no update from this iteration on may use, as the verifier does."""
+        bound = self.plan.sampling.staleness_bound
+        for old in [made for made in self._versions if made < iteration - bound]:
+            del self._versions[old]
 
     @property
     def waiting(self) -> int:

@@ -117,9 +117,10 @@ class DataRecords(Book):
     ) -> None:
         """Samples as their engines made them; ``transform`` is the one that the engines applied."""
         event, rows = generated_event(self.attempt, iteration, samples, version, transform)
-        lows = zip(rows["uid"], rows["version_min"], strict=True)
-        self._versions.update(lows)
         self._add(event, rows=rows)
+        lows = dict(zip(rows["uid"], rows["version_min"], strict=True))
+        # What an iteration made in parts is one; what was made again comes last.
+        self._versions[iteration] = self._versions.pop(iteration, {}) | lows
 
     def rewarded(
         self, iteration: int, rewards: Mapping[str, float], tokens: Mapping[str, Any], *, by: str
@@ -164,6 +165,6 @@ class DataRecords(Book):
 
     def consumed(self, iteration: int, samples: Sequence[Consumed], *, version: int) -> None:
         """Samples as the next update uses them, by the policy of ``version``."""
-        least = min((self._versions.get(s.uid, version) for s in samples), default=version)
+        least = min((self._version_of(s.uid, version) for s in samples), default=version)
         event, rows = consumed_event(self.attempt, iteration, samples, version, least)
         self._add(event, rows=rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from shiftbook.checkpoint.recorder_samples import generated_rows
 from shiftbook.checkpoint.recorder_state import part_root, value_digest
 from shiftbook.checkpoint.recorder_step import Adam, StepProbe
 from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.events.training import BatchConsumed
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
 from shiftbook.verify.verdict import Verdict, verify
@@ -163,6 +164,37 @@ def test_versions_are_those_of_sampled_tokens_alone() -> None:
     assert (rows["version_min"], rows["version_max"]) == ([6, 5], [7, 5])
     assert count == 4
     assert "mask_digest" not in rows  # one sample says none, so the column is left out
+
+
+def test_a_long_loop_remembers_no_more_than_may_be_used(tmp_path: Path) -> None:
+    """1,000 iterations; each trains on the samples of ``bound`` iterations before."""
+    bound = 3
+    declared = plan(sampling=SamplingPlan(staleness_bound=bound), iterations=1_000)
+    entries, least = [], []
+    with Recorder.open(f"sqlite:///{tmp_path}/l.db", "job", declared, policy="0" * 32) as record:
+        for step in range(1_000):
+            samples = [Generated(uid(step, n), [n], None, step, "e", "e#1") for n in range(2)]
+            record.generated(step, samples, version=step)
+            if step >= bound:
+                record.consumed(step, [Consumed(uid(step - bound, 0), [0])], version=step)
+                least.append(cast("BatchConsumed", record._pending[-1].event).version_min)
+            if step % 2:  # with either call alone
+                with record.update(step, STATE) as update:
+                    update.applied(
+                        version=step + 1,
+                        optimizer_step=step + 1,
+                        learning_rate=RATE,
+                        loss=0.0,
+                        grad_norm=1.0,
+                        tokens=1,
+                        divisor=1.0,
+                    )
+            else:
+                with record.iteration(step):
+                    pass
+            entries.append(sum(len(made) for made in record._versions.values()))
+    assert least == list(range(1_000 - bound))
+    assert max(entries) <= 2 * (bound + 2)
 
 
 def test_samples_of_an_engine_without_log_probabilities() -> None:
