@@ -62,9 +62,9 @@ Columns = dict[str, list[Any]]
 
 
 def _optional(columns: Columns, **values: list[Any]) -> None:
-    """Add columns that every row has; one that some rows lack is left out."""
+    """Add columns that some row has; rows that lack a value have null there."""
     for name, column in values.items():
-        if column and all(value is not None for value in column):
+        if any(value is not None for value in column):
             columns[name] = column
 
 

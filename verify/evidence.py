@@ -60,7 +60,9 @@ OPTIONAL: Mapping[str, Mapping[str, type]] = {
     },
     "BatchConsumed": {"mask_digest": str, "logp_digest": str},
 }
-"""Columns that a writer may leave out; an invariant that needs one says so."""
+"""Columns that a writer may leave out, and rows without a value there, which have null (None).
+
+An invariant that needs one says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,10 @@ def check_rows(type_: str, columns: Mapping[str, list[Any]]) -> Rows:
         typed[name] = values
     for name, wanted in OPTIONAL.get(type_, {}).items():
         if name in columns:
-            values = _typed(name, columns[name], wanted)
-            if isinstance(values, str):
-                return Rows({}, values)
-            typed[name] = values
+            found = _typed(name, [v for v in columns[name] if v is not None], wanted)
+            if isinstance(found, str):
+                return Rows({}, found)
+            typed[name] = columns[name]
     return Rows(typed)
 
 

@@ -38,7 +38,7 @@ class Transform(Part):
 class SamplesGenerated(Event):
     """The samples of one iteration; rows uid, group, turns, tokens, token_digest, logp_digest,
     version_min, version_max, replica, incarnation stand in the segment, and where they are
-    recorded mask_digest, prompt_digest, stream and cache_version_min."""
+    recorded mask_digest, prompt_digest, stream and cache_version_min; null for a sample without."""
 
     schema_ = 2  # the segment names the types of its columns
 
@@ -79,7 +79,8 @@ class SamplesDropped(Event):
 class BatchConsumed(Event):
     """Samples as an update consumed them; rows uid, token_digest, reward, advantage, group,
     virtual_rank, tokens stand in the segment, and where they are recorded mask_digest and
-    logp_digest (of the behaviour log-probabilities that the loss used)."""
+    logp_digest (of the behaviour log-probabilities that the loss used); null for a sample
+    without."""
 
     schema_ = 2  # the segment names the types of its columns
 
