@@ -74,6 +74,7 @@ class Book:
         self._batched = 0
         self._policy = policy
         self._syncs = 0
+        self._moment = 0
         self._owned = False
         self._after: Literal["restore", "start"] | None = "start"
         self._versions: dict[int, dict[str, int]] = {}

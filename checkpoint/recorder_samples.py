@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, repeat
 from typing import Any
 
 from shiftbook.checkpoint.recorder_state import digest, floats_bytes, ids_bytes, mask_digest
@@ -28,7 +29,10 @@ class Generated:
     policy drew (None: all); ``logps`` has one log-probability for each token, of any value where
     none was sampled, and is None where the engine gave none. ``version`` is the policy version, or
     the version of each token. ``stream`` names the randomness it was drawn with, ``cache_version``
-    the oldest weights whose cached values it was computed from.
+    the oldest weights whose cached values it was computed from. ``incarnations`` names the engine
+    process that made each token, where several did; ``incarnation`` is then the last of them.
+    ``begun`` and ``ended`` are ``Recorder.moment()`` as its first request was sent and its last
+    answer came.
     """
 
     uid: str
@@ -42,6 +46,9 @@ class Generated:
     stream: str | None = None
     cache_version: int | None = None
     turns: int = 1
+    incarnations: Sequence[str] | None = None
+    begun: int | None = None
+    ended: int | None = None
 
 
 @dataclass(slots=True)
@@ -133,10 +140,8 @@ def drawn_otherwise(logps: Any, token: int, uniform: float, margin: float = 1e-5
 def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
     masks = _masks([s.sampled for s in samples])
-    versions = [
-        (s.version, s.version) if isinstance(s.version, int) else _span(s.version, mask)
-        for s, mask in zip(samples, masks, strict=True)
-    ]
+    spans = [_spans(s, mask) for s, mask in zip(samples, masks, strict=True)]
+    several = [span if len(span) > 1 else None for span in spans]
     columns: Columns = {
         "uid": [s.uid for s in samples],
         "group": [group_of(s.uid) for s in samples],
@@ -146,8 +151,8 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
         "logp_digest": [
             _logp_digest(s.logps, mask) for s, mask in zip(samples, masks, strict=True)
         ],
-        "version_min": [low for low, _ in versions],
-        "version_max": [high for _, high in versions],
+        "version_min": [min(version for version, _, _ in span) for span in spans],
+        "version_max": [max(version for version, _, _ in span) for span in spans],
         "replica": [s.replica for s in samples],
         "incarnation": [s.incarnation for s in samples],
     }
@@ -157,6 +162,14 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
         prompt_digest=[None if s.prompt is None else digest(ids_bytes(s.prompt)) for s in samples],
         stream=[s.stream for s in samples],
         cache_version_min=[s.cache_version for s in samples],
+        span_versions=[span and [version for version, _, _ in span] for span in several],
+        span_tokens=[span and [count for _, count, _ in span] for span in several],
+        span_incarnations=[
+            span and [made_by for _, _, made_by in span] if s.incarnations is not None else None
+            for s, span in zip(samples, several, strict=True)
+        ],
+        begun=[s.begun for s in samples],
+        ended=[s.ended for s in samples],
     )
     sampled = sum(
         len(s.tokens) if mask is None else mask.count
@@ -165,9 +178,23 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     return columns, sampled
 
 
-def _span(versions: Sequence[int], mask: _Mask | None) -> tuple[int, int]:
-    made = [int(v) for v in (versions if mask is None else mask.kept(versions))]
-    return (min(made), max(made)) if made else (0, 0)
+def _spans(sample: Generated, mask: _Mask | None) -> list[tuple[int, int, str]]:
+    """Sampled tokens of a sample by what made them, in order: version, how many, incarnation."""
+    count = len(sample.tokens) if mask is None else mask.count
+    made_by = sample.incarnations
+    if isinstance(sample.version, int) and made_by is None:
+        return [(sample.version, count, sample.incarnation)]
+    whole = [sample.version] * len(sample.tokens)
+    stamps: Sequence[Any] = whole if isinstance(sample.version, int) else sample.version
+    versions = stamps
+    if mask is not None:
+        versions = mask.kept(versions)
+        made_by = None if made_by is None else mask.kept(made_by)
+    engines = repeat(sample.incarnation) if made_by is None else made_by
+    runs = groupby(zip(map(int, versions), map(str, engines), strict=False))
+    found = [(version, len(list(run)), engine) for (version, engine), run in runs]
+    # Of a sample without sampled tokens the stamp of its prompt is left.
+    return found or [(int(stamps[-1]) if len(stamps) else 0, 0, sample.incarnation)]
 
 
 def generated_event(

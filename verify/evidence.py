@@ -57,6 +57,11 @@ OPTIONAL: Mapping[str, Mapping[str, type]] = {
         "prompt_digest": str,
         "stream": str,
         "cache_version_min": int,
+        "span_versions": list,
+        "span_tokens": list,
+        "span_incarnations": list,
+        "begun": int,
+        "ended": int,
     },
     "BatchConsumed": {"mask_digest": str, "logp_digest": str},
 }

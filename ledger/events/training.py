@@ -38,7 +38,9 @@ class Transform(Part):
 class SamplesGenerated(Event):
     """The samples of one iteration; rows uid, group, turns, tokens, token_digest, logp_digest,
     version_min, version_max, replica, incarnation stand in the segment, and where they are
-    recorded mask_digest, prompt_digest, stream and cache_version_min; null for a sample without."""
+    recorded mask_digest, prompt_digest, stream and cache_version_min, and span_versions,
+    span_tokens, span_incarnations (sampled tokens by what made them, of a sample of several), begun
+    and ended (weight syncs begun and ended by then); null for a sample without."""
 
     schema_ = 2  # the segment names the types of its columns
 
