@@ -6,7 +6,7 @@ import platform
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -132,12 +132,12 @@ class Book:
             for entry in entries
         ]
 
-    def _version_of(self, uid: str, default: int) -> int:
-        """Oldest version of a sample's tokens, as the last iteration that made it said."""
-        for made in reversed(self._versions.values()):
-            if uid in made:
-                return made[uid]
-        return default
+    def _oldest(self, uids: Iterable[str], default: int) -> int:
+        """Oldest version of the tokens of some samples, each as it was made last."""
+        known: dict[str, int] = {}
+        for made in self._versions.values():
+            known |= made
+        return min((known.get(uid, default) for uid in uids), default=default)
 
     def _forget(self, iteration: int) -> None:
         """Let samples go that no update from this iteration on may use, as the verifier does."""

@@ -165,6 +165,6 @@ class DataRecords(Book):
 
     def consumed(self, iteration: int, samples: Sequence[Consumed], *, version: int) -> None:
         """Samples as the next update uses them, by the policy of ``version``."""
-        least = min((self._version_of(s.uid, version) for s in samples), default=version)
+        least = self._oldest((s.uid for s in samples), version)
         event, rows = consumed_event(self.attempt, iteration, samples, version, least)
         self._add(event, rows=rows)

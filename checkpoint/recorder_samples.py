@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import Any
 
-from shiftbook.checkpoint.recorder_state import digest, floats_bytes, ids_bytes, mask_digest
+from shiftbook.checkpoint.recorder_state import digest, floats_bytes, ids_bytes
 from shiftbook.ledger.digests import consumed_digest, generated_digest, rewarded_digest
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.events.training import (
@@ -82,36 +82,59 @@ def group_of(uid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Which tokens of a sample count, read once for all samples that share the object."""
+    """Which tokens of a sample count, read once for all samples whose masks are alike."""
 
-    on: Any
+    on: bytes
+    """One byte for each token, 0 or 1."""
     digest: str
     count: int
-    every: bool
+    first: int
+    """The first that counts."""
+    run: bool
+    """Whether all that count follow one another, as those of one answer do."""
 
     def kept(self, values: Any) -> Any:
         """The values of tokens that count."""
+        if self.count == len(self.on):
+            return values
+        if self.run and len(values) == len(self.on):
+            return values[self.first : self.first + self.count]
         import numpy as np
 
-        return values if self.every else np.asarray(values)[self.on]
+        return np.asarray(values)[np.frombuffer(self.on, dtype=bool)]
+
+
+def _mask_bytes(mask: Any) -> bytes:
+    """A mask, one byte for each token."""
+    if type(mask) is list:
+        try:
+            on = bytes(mask)
+        except (TypeError, ValueError):
+            on = b"\2"
+        if not on.strip(b"\0\1"):
+            return on
+    import numpy as np
+
+    return bytes(np.asarray(mask).astype(bool, copy=False).tobytes())
 
 
 def _masks(masks: Sequence[Any]) -> list[_Mask | None]:
     """Masks of samples in order; None where there is none."""
-    import numpy as np
-
-    known: dict[int, _Mask] = {}
+    read: dict[int, bytes] = {}
+    known: dict[bytes, _Mask] = {}
     out: list[_Mask | None] = []
     for mask in masks:
         if mask is None:
             out.append(None)
             continue
-        found = known.get(id(mask))
+        on = read.get(id(mask))
+        if on is None:
+            on = read[id(mask)] = _mask_bytes(mask)
+        found = known.get(on)
         if found is None:
-            on = np.asarray(mask).astype(bool, copy=False)
-            count = int(np.count_nonzero(on))
-            found = _Mask(on, mask_digest(on), count, count == on.size)
-            known[id(mask)] = found
+            count, first = on.count(1), max(0, on.find(1))
+            run = on[first : first + count].count(1) == count
+            found = known[on] = _Mask(on, digest(on), count, first, run)
         out.append(found)
     return out
 
@@ -137,6 +160,13 @@ def drawn_otherwise(logps: Any, token: int, uniform: float, margin: float = 1e-5
     return bool(place < below - margin or place > edges[token] + margin)
 
 
+def _prompt_digests(samples: Sequence[Generated]) -> list[str | None]:
+    """Token digest of each sample's prompt, read once where a group shares the object."""
+    known = {id(s.prompt): s.prompt for s in samples if s.prompt is not None}
+    digests = {name: digest(ids_bytes(prompt)) for name, prompt in known.items()}
+    return [digests.get(id(s.prompt)) for s in samples]
+
+
 def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
     masks = _masks([s.sampled for s in samples])
@@ -159,7 +189,7 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     _optional(
         columns,
         mask_digest=[None if mask is None else mask.digest for mask in masks],
-        prompt_digest=[None if s.prompt is None else digest(ids_bytes(s.prompt)) for s in samples],
+        prompt_digest=_prompt_digests(samples),
         stream=[s.stream for s in samples],
         cache_version_min=[s.cache_version for s in samples],
         span_versions=[span and [version for version, _, _ in span] for span in several],
@@ -184,6 +214,10 @@ def _spans(sample: Generated, mask: _Mask | None) -> list[tuple[int, int, str]]:
     made_by = sample.incarnations
     if isinstance(sample.version, int) and made_by is None:
         return [(sample.version, count, sample.incarnation)]
+    if made_by is None and type(sample.version) is list and sample.version:
+        kept = sample.version if mask is None else mask.kept(sample.version)
+        if type(kept) is list and kept and kept.count(kept[0]) == len(kept):
+            return [(int(kept[0]), count, sample.incarnation)]
     whole = [sample.version] * len(sample.tokens)
     stamps: Sequence[Any] = whole if isinstance(sample.version, int) else sample.version
     versions = stamps
