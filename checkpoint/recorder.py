@@ -162,6 +162,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         event = record.event(os.getpid(), self._device)
         self._policy = (event.policy_version, event.params_after)
         self._add(event)
+        self._forget(iteration)
 
     def _first_update(self, record: UpdateRecord) -> None:
         assert self._after is not None
@@ -188,6 +189,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
                 schedule="as written",
             )
         )
+        self._forget(number + 1)
         self.flush()
 
     def amend(self, field: str, value: object, reason: str) -> None:

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import platform
+import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from shiftbook.checkpoint.recorder_samples import Columns
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.events.base import Event
-from shiftbook.ledger.evidence import write_segments
+from shiftbook.ledger.evidence import Rows, as_table, write_segments
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.long_fields import set_apart
 from shiftbook.ledger.plan import Plan
 from shiftbook.ledger.spool import SpoolingWriter
 
 MAX_BUFFERED = 256
-"""Events that are held back at most before they are appended."""
+"""Events that are held back before they are appended."""
 
 RETRY_S = 1.0
 """Pause between two tries to append what an outage spooled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """An event that waits for its append, with the rows that go into its segment."""
+
+    event: Event
+    operation: str | None = None
+    rows: Rows | None = None
+    occurred_ns: int = 0
+
+
+def _whole(entry: Held, now_ns: int) -> Held:
+    """What is held back of one event, with everything about it that could be refused looked at."""
+    event, apart = set_apart(entry.event)
+    rows = apart if entry.rows is None else entry.rows
+    return Held(event, entry.operation, None if rows is None else as_table(rows), now_ns)
 
 
 class Book:
@@ -47,32 +67,83 @@ class Book:
         self._writer = SpoolingWriter(
             ledger.append, spool, writer=f"recorder-{attempt}", retry_s=RETRY_S
         )
-        self._pending: list[tuple[Event, str | None, int, Columns | None]] = []
+        self._pending: list[Held] = []
+        self._batches: deque[tuple[str, list[Draft]]] = deque()
+        """Batches on their way: each keeps its key until the ledger or the spool has it."""
+        self._key = f"recorder:{attempt}:{secrets.token_hex(4)}"
+        self._batched = 0
         self._policy = policy
         self._syncs = 0
+        self._moment = 0
         self._owned = False
         self._after: Literal["restore", "start"] | None = "start"
-        self._versions: dict[str, int] = {}
+        self._versions: dict[int, dict[str, int]] = {}
+        """By iteration: oldest version of each of its samples, for the updates that may use it."""
         self._verified = 0
         self._reward_mean = 0.0
 
-    def _add(self, event: Event, operation: str | None = None, rows: Columns | None = None) -> None:
-        self._pending.append((event, operation, time.time_ns(), rows))
-        if len(self._pending) >= MAX_BUFFERED:
+    def _add(self, event: Event, operation: str | None = None, rows: Rows | None = None) -> None:
+        self._add_all([Held(event, operation, rows)])
+
+    def _add_all(self, entries: Sequence[Held]) -> None:
+        """Hold back what one call recorded, all of it or, where this raises, none of it.
+
+        Room is made before, not after: a call whose records could not be taken may be repeated.
+        What no ledger would take is refused here, where it is said, and never held back: raises
+        InvalidEvent and EvidenceError for it, and otherwise as ``flush`` does.
+        """
+        now_ns = time.time_ns()
+        made = [_whole(entry, now_ns) for entry in entries]
+        if self._pending and len(self._pending) + len(made) > MAX_BUFFERED:
             self.flush()
+        self._pending += made
 
     def flush(self) -> bool:
-        """Append what is held back; False where it was spooled to local disk instead."""
-        if not self._pending:
-            return self._writer.waiting == 0
-        pending, self._pending = self._pending, []
-        with_rows = [rows for _, _, _, rows in pending if rows is not None]
+        """Append what is held back; False where it was spooled to local disk instead.
+
+        Where this raises, nothing is lost: the next call tries again, in the same order, and a
+        batch that had reached the ledger all the same stands in it once.
+        """
+        if self._pending:
+            drafts = self._drafts(self._pending)
+            for first in range(0, len(drafts), MAX_BUFFERED):
+                self._batched += 1
+                batch = drafts[first : first + MAX_BUFFERED]
+                self._batches.append((f"{self._key}:{self._batched}", batch))
+            self._pending = []
+        while self._batches:
+            key, drafts = self._batches[0]
+            self._writer.record(self.job, drafts, key)
+            self._batches.popleft()
+        return self._writer.waiting == 0
+
+    def _drafts(self, entries: Sequence[Held]) -> list[Draft]:
+        """Write the segments of what is held back; its events with their segments."""
+        with_rows = [entry.rows for entry in entries if entry.rows is not None]
         segments = iter(write_segments(self._evidence, with_rows) if with_rows else [])
-        drafts = []
-        for event, operation, occurred_ns, rows in pending:
-            final = event if rows is None else event.model_copy(update={"segment": next(segments)})
-            drafts.append(Draft(final, operation=operation, occurred_ns=occurred_ns))
-        return self._writer.record(self.job, drafts) is not None
+        return [
+            Draft(
+                entry.event
+                if entry.rows is None
+                else entry.event.model_copy(update={"segment": next(segments)}),
+                operation=entry.operation,
+                occurred_ns=entry.occurred_ns,
+            )
+            for entry in entries
+        ]
+
+    def _made_by(self) -> dict[str, int]:
+        """Oldest version of the tokens of each sample that an update may use, as made last."""
+        known: dict[str, int] = {}
+        for made in self._versions.values():
+            known |= made
+        return known
+
+    def _forget(self, iteration: int) -> None:
+        """Let samples go that no update from this iteration on may use, as the verifier does."""
+        bound = self.plan.sampling.staleness_bound
+        for old in [made for made in self._versions if made < iteration - bound]:
+            del self._versions[old]
 
     @property
     def waiting(self) -> int:
@@ -81,12 +152,14 @@ class Book:
 
     def close(self) -> None:
         """Append what is held back and end this handle; the job stays as it is."""
-        self.flush()
-        if self._writer.waiting:
-            self._writer.drain()
-        self._writer.close()
-        if self._owned:
-            self.ledger.close()
+        try:
+            self.flush()
+            if self._writer.waiting:
+                self._writer.drain()
+        finally:
+            self._writer.close()
+            if self._owned:
+                self.ledger.close()
 
     def __enter__(self) -> Self:
         return self

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from shiftbook.checkpoint.recorder_book import Book
+from orjson import dumps
+
+from shiftbook.checkpoint.recorder_book import Book, Held
 from shiftbook.checkpoint.recorder_samples import (
     Consumed,
     Generated,
@@ -19,6 +21,14 @@ from shiftbook.checkpoint.recorder_state import digest, ids_bytes
 from shiftbook.ledger.events.probes import DataBuilt, RewardsRescored
 from shiftbook.ledger.events.training import SamplesDrawn, SamplesDropped, Transform
 
+MOST_DRAWN = 960
+"""Prompts of one SamplesDrawn event; at most 56 bytes each, with index and digest.
+
+A number of prompts and not of bytes, so that a draw that is repeated is cut at the same places."""
+
+MOST_UID_BYTES = 50_000
+"""Of the uids in one SamplesDropped event, as they are written."""
+
 
 def data_digests(prompts: Sequence[Any]) -> list[str]:
     """Token digest of each prompt of a data set, in order."""
@@ -28,6 +38,20 @@ def data_digests(prompts: Sequence[Any]) -> list[str]:
 def dataset_digest(digests: Sequence[str]) -> str:
     """One digest of a data set from those of its prompts: what a plan declares."""
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _parts(uids: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Uids in runs that an event has room for, in order; one run, empty, of none."""
+    part: list[str] = []
+    size = 0
+    for uid in uids:
+        length = len(dumps(uid)) + 1
+        if part and size + length > MOST_UID_BYTES:
+            yield tuple(part)
+            part, size = [], 0
+        part.append(uid)
+        size += length
+    yield tuple(part)
 
 
 class DataRecords(Book):
@@ -60,18 +84,28 @@ class DataRecords(Book):
         Rule, seed and group size are the plan's where the sampler has none of its own to say.
         """
         data, update = self.plan.data, self.plan.update
-        self._add(
-            SamplesDrawn(
-                attempt=self.attempt,
-                iteration=iteration,
-                rule=data.sampler_rule if rule is None else rule,
-                seed=data.seed if seed is None else seed,
-                epoch=epoch,
-                start=start,
-                indices=tuple(int(i) for i in indices),
-                group_size=update.group_size if group_size is None else group_size,
-                prompt_digests=None if prompts is None else tuple(data_digests(prompts)),
-            )
+        digests = None if prompts is None else data_digests(prompts)
+        # Of a draw that goes over the end of an epoch its later events lie in a later epoch.
+        ahead = epoch - start // data.dataset_size
+        self._add_all(
+            [
+                Held(
+                    SamplesDrawn(
+                        attempt=self.attempt,
+                        iteration=iteration,
+                        rule=data.sampler_rule if rule is None else rule,
+                        seed=data.seed if seed is None else seed,
+                        epoch=epoch if not first else ahead + (start + first) // data.dataset_size,
+                        start=start + first,
+                        indices=tuple(int(i) for i in indices[first : first + MOST_DRAWN]),
+                        group_size=update.group_size if group_size is None else group_size,
+                        prompt_digests=(
+                            None if digests is None else tuple(digests[first : first + MOST_DRAWN])
+                        ),
+                    )
+                )
+                for first in range(0, max(1, len(indices), len(digests or ())), MOST_DRAWN)
+            ]
         )
 
     def generated(
@@ -84,9 +118,10 @@ class DataRecords(Book):
     ) -> None:
         """Samples as their engines made them; ``transform`` is the one that the engines applied."""
         event, rows = generated_event(self.attempt, iteration, samples, version, transform)
-        lows = zip(rows["uid"], rows["version_min"], strict=True)
-        self._versions.update(lows)
         self._add(event, rows=rows)
+        lows = dict(zip(rows["uid"], rows["version_min"], strict=True))
+        # What an iteration made in parts is one; what was made again comes last.
+        self._versions[iteration] = self._versions.pop(iteration, {}) | lows
 
     def rewarded(
         self, iteration: int, rewards: Mapping[str, float], tokens: Mapping[str, Any], *, by: str
@@ -118,14 +153,19 @@ class DataRecords(Book):
 
     def dropped(self, iteration: int, uids: Sequence[str], reason: str) -> None:
         """Samples that will never be used; the reason begins with a drop rule of the plan."""
-        self._add(
-            SamplesDropped(
-                attempt=self.attempt, iteration=iteration, uids=tuple(uids), reason=reason
-            )
+        self._add_all(
+            [
+                Held(
+                    SamplesDropped(
+                        attempt=self.attempt, iteration=iteration, uids=part, reason=reason
+                    )
+                )
+                for part in _parts(uids)
+            ]
         )
 
     def consumed(self, iteration: int, samples: Sequence[Consumed], *, version: int) -> None:
         """Samples as the next update uses them, by the policy of ``version``."""
-        least = oldest_version(samples, self._versions, version)
+        least = oldest_version(samples, self._made_by(), version)
         event, rows = consumed_event(self.attempt, iteration, samples, version, least)
         self._add(event, rows=rows)

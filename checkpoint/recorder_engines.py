@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from shiftbook.checkpoint.errors import RecorderMisuse
-from shiftbook.checkpoint.recorder_book import Book
+from shiftbook.checkpoint.recorder_book import Book, Held
 from shiftbook.checkpoint.recorder_state import Part, State, roots
 from shiftbook.checkpoint.recorder_sync import SyncRecord
 from shiftbook.ledger.events.life import ReplicaLost, ReplicaStarted
@@ -46,20 +46,25 @@ class EngineRecords(Book):
             )
         )
 
+    def moment(self) -> int:
+        """Now, for ``Generated``: counts the begins and ends of this recorder's weight syncs."""
+        return self._moment
+
     @contextmanager
     def sync(
         self, version: int, source: Part, targets: Sequence[str], *, encoding: str = "full"
     ) -> Iterator[SyncRecord]:
         """Around one weight sync of ``version``; call ``delivered`` for each engine."""
         self._syncs += 1
+        self._moment += 1
         operation = f"sync-{self.attempt}-{self._syncs}"
         record = SyncRecord(self.attempt, version, source, tuple(targets), encoding, self._epoch)
         self._add(record.started(), operation)
         try:
             yield record
         finally:
-            for event in record.ended():
-                self._add(event, operation)
+            self._moment += 1
+            self._add_all([Held(event, operation) for event in record.ended()])
 
     def first_use(
         self,

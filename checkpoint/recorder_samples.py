@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby, repeat
 from typing import Any
 
-from shiftbook.checkpoint.recorder_state import digest, floats_bytes, ids_bytes, mask_digest
+from shiftbook.checkpoint.recorder_state import digest, floats_bytes, ids_bytes
 from shiftbook.ledger.digests import consumed_digest, generated_digest, rewarded_digest
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.events.training import (
@@ -28,7 +29,10 @@ class Generated:
     policy drew (None: all); ``logps`` has one log-probability for each token, of any value where
     none was sampled, and is None where the engine gave none. ``version`` is the policy version, or
     the version of each token. ``stream`` names the randomness it was drawn with, ``cache_version``
-    the oldest weights whose cached values it was computed from.
+    the oldest weights whose cached values it was computed from. ``incarnations`` names the engine
+    process that made each token, where several did; ``incarnation`` is then the last of them.
+    ``begun`` and ``ended`` are ``Recorder.moment()`` as its first request was sent and its last
+    answer came.
     """
 
     uid: str
@@ -42,6 +46,9 @@ class Generated:
     stream: str | None = None
     cache_version: int | None = None
     turns: int = 1
+    incarnations: Sequence[str] | None = None
+    begun: int | None = None
+    ended: int | None = None
 
 
 @dataclass(slots=True)
@@ -64,9 +71,9 @@ Columns = dict[str, list[Any]]
 
 
 def _optional(columns: Columns, **values: list[Any]) -> None:
-    """Add columns that every row has; one that some rows lack is left out."""
+    """Add columns that some row has; rows that lack a value have null there."""
     for name, column in values.items():
-        if column and all(value is not None for value in column):
+        if any(value is not None for value in column):
             columns[name] = column
 
 
@@ -87,36 +94,59 @@ def group_of(uid: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Mask:
-    """Which tokens of a sample count, read once for all samples that share the object."""
+    """Which tokens of a sample count, read once for all samples whose masks are alike."""
 
-    on: Any
+    on: bytes
+    """One byte for each token, 0 or 1."""
     digest: str
     count: int
-    every: bool
+    first: int
+    """The first that counts."""
+    run: bool
+    """Whether all that count follow one another, as those of one answer do."""
 
     def kept(self, values: Any) -> Any:
         """The values of tokens that count."""
+        if self.count == len(self.on):
+            return values
+        if self.run and len(values) == len(self.on):
+            return values[self.first : self.first + self.count]
         import numpy as np
 
-        return values if self.every else np.asarray(values)[self.on]
+        return np.asarray(values)[np.frombuffer(self.on, dtype=bool)]
+
+
+def _mask_bytes(mask: Any) -> bytes:
+    """A mask, one byte for each token."""
+    if type(mask) is list:
+        try:
+            on = bytes(mask)
+        except (TypeError, ValueError):
+            on = b"\2"
+        if not on.strip(b"\0\1"):
+            return on
+    import numpy as np
+
+    return bytes(np.asarray(mask).astype(bool, copy=False).tobytes())
 
 
 def _masks(masks: Sequence[Any]) -> list[_Mask | None]:
     """Masks of samples in order; None where there is none."""
-    import numpy as np
-
-    known: dict[int, _Mask] = {}
+    read: dict[int, bytes] = {}
+    known: dict[bytes, _Mask] = {}
     out: list[_Mask | None] = []
     for mask in masks:
         if mask is None:
             out.append(None)
             continue
-        found = known.get(id(mask))
+        on = read.get(id(mask))
+        if on is None:
+            on = read[id(mask)] = _mask_bytes(mask)
+        found = known.get(on)
         if found is None:
-            on = np.asarray(mask).astype(bool, copy=False)
-            count = int(np.count_nonzero(on))
-            found = _Mask(on, mask_digest(on), count, count == on.size)
-            known[id(mask)] = found
+            count, first = on.count(1), max(0, on.find(1))
+            run = on[first : first + count].count(1) == count
+            found = known[on] = _Mask(on, digest(on), count, first, run)
         out.append(found)
     return out
 
@@ -142,13 +172,18 @@ def drawn_otherwise(logps: Any, token: int, uniform: float, margin: float = 1e-5
     return bool(place < below - margin or place > edges[token] + margin)
 
 
+def _prompt_digests(samples: Sequence[Generated]) -> list[str | None]:
+    """Token digest of each sample's prompt, read once where a group shares the object."""
+    known = {id(s.prompt): s.prompt for s in samples if s.prompt is not None}
+    digests = {name: digest(ids_bytes(prompt)) for name, prompt in known.items()}
+    return [digests.get(id(s.prompt)) for s in samples]
+
+
 def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     """Columns of the segment of SamplesGenerated, and how many tokens were sampled."""
     masks = _masks([s.sampled for s in samples])
-    versions = [
-        (s.version, s.version) if isinstance(s.version, int) else _span(s.version, mask)
-        for s, mask in zip(samples, masks, strict=True)
-    ]
+    spans = [_spans(s, mask) for s, mask in zip(samples, masks, strict=True)]
+    several = [span if len(span) > 1 else None for span in spans]
     columns: Columns = {
         "uid": [s.uid for s in samples],
         "group": [group_of(s.uid) for s in samples],
@@ -158,17 +193,25 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
         "logp_digest": [
             _logp_digest(s.logps, mask) for s, mask in zip(samples, masks, strict=True)
         ],
-        "version_min": [low for low, _ in versions],
-        "version_max": [high for _, high in versions],
+        "version_min": [min(version for version, _, _ in span) for span in spans],
+        "version_max": [max(version for version, _, _ in span) for span in spans],
         "replica": [s.replica for s in samples],
         "incarnation": [s.incarnation for s in samples],
     }
     _optional(
         columns,
         mask_digest=[None if mask is None else mask.digest for mask in masks],
-        prompt_digest=[None if s.prompt is None else digest(ids_bytes(s.prompt)) for s in samples],
+        prompt_digest=_prompt_digests(samples),
         stream=[s.stream for s in samples],
         cache_version_min=[s.cache_version for s in samples],
+        span_versions=[span and [version for version, _, _ in span] for span in several],
+        span_tokens=[span and [count for _, count, _ in span] for span in several],
+        span_incarnations=[
+            span and [made_by for _, _, made_by in span] if s.incarnations is not None else None
+            for s, span in zip(samples, several, strict=True)
+        ],
+        begun=[s.begun for s in samples],
+        ended=[s.ended for s in samples],
     )
     sampled = sum(
         len(s.tokens) if mask is None else mask.count
@@ -177,9 +220,27 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     return columns, sampled
 
 
-def _span(versions: Sequence[int], mask: _Mask | None) -> tuple[int, int]:
-    made = [int(v) for v in (versions if mask is None else mask.kept(versions))]
-    return (min(made), max(made)) if made else (0, 0)
+def _spans(sample: Generated, mask: _Mask | None) -> list[tuple[int, int, str]]:
+    """Sampled tokens of a sample by what made them, in order: version, how many, incarnation."""
+    count = len(sample.tokens) if mask is None else mask.count
+    made_by = sample.incarnations
+    if isinstance(sample.version, int) and made_by is None:
+        return [(sample.version, count, sample.incarnation)]
+    if made_by is None and type(sample.version) is list and sample.version:
+        kept = sample.version if mask is None else mask.kept(sample.version)
+        if type(kept) is list and kept and kept.count(kept[0]) == len(kept):
+            return [(int(kept[0]), count, sample.incarnation)]
+    whole = [sample.version] * len(sample.tokens)
+    stamps: Sequence[Any] = whole if isinstance(sample.version, int) else sample.version
+    versions = stamps
+    if mask is not None:
+        versions = mask.kept(versions)
+        made_by = None if made_by is None else mask.kept(made_by)
+    engines = repeat(sample.incarnation) if made_by is None else made_by
+    runs = groupby(zip(map(int, versions), map(str, engines), strict=False))
+    found = [(version, len(list(run)), engine) for (version, engine), run in runs]
+    # Of a sample without sampled tokens the stamp of its prompt is left.
+    return found or [(int(stamps[-1]) if len(stamps) else 0, 0, sample.incarnation)]
 
 
 def generated_event(

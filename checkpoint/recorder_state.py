@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -104,7 +106,17 @@ def floats_bytes(values: Any) -> bytes:
     return _array_bytes(values, "<f4")
 
 
+_CODES = {"<u4": "I", "<f4": "f"}
+"""The same types as the standard library has them, on machines whose bytes are in that order."""
+
+
 def _array_bytes(values: Any, code: str) -> bytes:
+    if type(values) is list and sys.byteorder == "little":
+        # A quarter of the time that numpy takes for a short list.
+        try:
+            return array(_CODES[code], values).tobytes()
+        except (TypeError, ValueError, OverflowError):  # nested, or no such numbers
+            pass
     # An array that has the type already is read at once: a step has thousands of them.
     try:
         if values.dtype.str == code:

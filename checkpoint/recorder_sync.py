@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Literal
 
 from shiftbook.checkpoint.compare import root
@@ -19,6 +20,17 @@ from shiftbook.ledger.events.sync import (
 
 MAX_NAMED = 400
 """Tensors whose fingerprints stand in the event one by one; of more only their root does."""
+
+MAX_NAMED_BYTES = 30_000
+"""Of the names of these, which some wrappers make long."""
+
+
+def _named(names: Sequence[str]) -> tuple[str, ...]:
+    """The first names, as many as an event has room for."""
+    ends = accumulate(len(name.encode("utf-8")) for name in names)
+    return tuple(
+        n for n, end in zip(names[:MAX_NAMED], ends, strict=False) if end <= MAX_NAMED_BYTES
+    )
 
 
 class SyncRecord:
@@ -78,7 +90,7 @@ class SyncRecord:
                 version=self._version,
                 root=found,
                 fingerprint_of=fingerprint_of,
-                differing=differing[:MAX_NAMED],
+                differing=_named(differing),
                 moved_bytes=self._bytes if moved_bytes is None else moved_bytes,
                 full_bytes=self._bytes,
                 sync_s=time.perf_counter() - self._begun,
@@ -97,7 +109,7 @@ class SyncRecord:
         return WeightSyncStarted(
             attempt=self._attempt,
             version=self._version,
-            source=self._source if len(self._source) <= MAX_NAMED else {},
+            source=self._source if len(_named([*self._source])) == len(self._source) else {},
             source_root=self._root,
             encoding=self._encoding,
             targets=self._targets,

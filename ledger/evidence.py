@@ -24,6 +24,7 @@ __all__ = [
     "Place",
     "Rows",
     "WritablePlace",
+    "as_table",
     "column_types",
     "evidence_folder",
     "read_segment",
@@ -58,7 +59,7 @@ def write_segment(place: Place, rows: Rows) -> Segment:
 
 def write_segments(place: Place, many: Sequence[Rows]) -> list[Segment]:
     """Write several segments, which costs less than one by one: the folder is synced once."""
-    made = [_file(_table(rows)) for rows in many]
+    made = [_file(as_table(rows)) for rows in many]
     if made:
         target = writable_place(place)
         for segment, data in made:
@@ -67,7 +68,8 @@ def write_segments(place: Place, many: Sequence[Rows]) -> list[Segment]:
     return [segment for segment, _ in made]
 
 
-def _table(rows: Rows) -> pa.Table:
+def as_table(rows: Rows) -> pa.Table:
+    """Rows as a table; raise EvidenceError where its columns are no columns of one table."""
     if isinstance(rows, pa.Table):
         return rows
     try:
@@ -82,11 +84,12 @@ _TYPES: Mapping[type, Any] = {str: pa.string(), int: pa.int64(), float: pa.float
 
 
 def _array(values: Sequence[Any]) -> pa.Array:
-    """A column; the type is named where the first value tells it.
+    """A column; the type is named where the first value that is no null tells it.
 
     Left to infer it, pyarrow looks for pandas at each call, which takes longer than the column.
     """
-    kind = _TYPES.get(type(values[0])) if len(values) else None
+    first = next((value for value in values if value is not None), None)
+    kind = _TYPES.get(type(first))
     if kind is None:
         return pa.array(values)
     try:

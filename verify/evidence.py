@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from shiftbook.ledger import long_fields
 from shiftbook.ledger.errors import EvidenceError
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.segment_place import LocalFolder, Place, segment_place
@@ -47,6 +48,7 @@ COLUMNS: Mapping[str, Mapping[str, type]] = {
     "SamplesRewarded": REWARDED,
     "BatchConsumed": CONSUMED,
     "DataBuilt": {"index": int, "digest": str},
+    **{kind.type_(): long_fields.COLUMNS for kind in long_fields.LONG},
 }
 
 OPTIONAL: Mapping[str, Mapping[str, type]] = {
@@ -55,10 +57,17 @@ OPTIONAL: Mapping[str, Mapping[str, type]] = {
         "prompt_digest": str,
         "stream": str,
         "cache_version_min": int,
+        "span_versions": list,
+        "span_tokens": list,
+        "span_incarnations": list,
+        "begun": int,
+        "ended": int,
     },
     "BatchConsumed": {"mask_digest": str, "logp_digest": str},
 }
-"""Columns that a writer may leave out; an invariant that needs one says so."""
+"""Columns that a writer may leave out, and rows without a value there, which have null (None).
+
+An invariant that needs one says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +119,10 @@ def check_rows(type_: str, columns: Mapping[str, list[Any]]) -> Rows:
         typed[name] = values
     for name, wanted in OPTIONAL.get(type_, {}).items():
         if name in columns:
-            values = _typed(name, columns[name], wanted)
-            if isinstance(values, str):
-                return Rows({}, values)
-            typed[name] = values
+            found = _typed(name, [v for v in columns[name] if v is not None], wanted)
+            if isinstance(found, str):
+                return Rows({}, found)
+            typed[name] = columns[name]
     return Rows(typed)
 
 

@@ -14,6 +14,7 @@ from shiftbook.ledger.events.base import REGISTRY, Event, Segment, UnknownEvent
 from shiftbook.ledger.events.job import JobOpened
 from shiftbook.ledger.events.lease import LeaseGranted
 from shiftbook.ledger.events.training import BatchConsumed, SamplesDrawn, UpdateApplied
+from shiftbook.ledger.long_fields import LONG, brought_back
 from shiftbook.ledger.state import SHARED_TYPES, LedgerState
 from shiftbook.verify.coverage import Coverage, Row
 from shiftbook.verify.evidence import RowSource
@@ -248,7 +249,10 @@ class Judge:
         # can read is wrong in itself.
         told = kind in (JobOpened, LeaseGranted) or problem is not None
         bench.holding = job.opened is None and not told
-        step = Step(self.state, job, bench.track, stored, event, rows, problem)
+        # Only the invariants see its long lists: neither the track nor the fold holds them.
+        listed = kind in LONG and rows is not None and rows.problem is None
+        whole = brought_back(event, rows.columns) if listed and rows is not None else event
+        step = Step(self.state, job, bench.track, stored, whole, rows, problem)
         for invariant in bench.looking_at(kind):
             invariant.feed(step)
         bench.track.apply(stored, event, job.plan, rows)

@@ -26,6 +26,8 @@ class RandomStatesRecorded(Event):
     """``start`` of an attempt, ``before`` and ``after`` a unit of work that draws, ``resized``
     where generators were made anew for other ranks."""
     states: dict[str, Hex128]
+    segment: Segment | None = None
+    """``states`` in rows, where they have no room here (`ledger.long_fields`)."""
 
 
 class RewardsRescored(Event):

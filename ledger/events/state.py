@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import ValidationInfo, field_validator
 
-from shiftbook.ledger.events.base import Count, Event, Hex128, Sha256
+from shiftbook.ledger.events.base import Count, Event, Hex128, Segment, Sha256
 
 
 class CheckpointSaved(Event):
@@ -26,9 +26,11 @@ class CheckpointSaved(Event):
     bytes: Count
     save_s: float
     in_flight: tuple[str, ...] | None = None
-    """Uids drawn and held in it; absent where the bundle's manifest says so."""
+    """Uids drawn and held in it; absent where the segment or the bundle's manifest says so."""
     file_parts: dict[str, Hex128] | None = None
     """Root of each part as read back from the file."""
+    segment: Segment | None = None
+    """``in_flight`` in rows, where it has no room here (`ledger.long_fields`)."""
 
     @field_validator("file_parts")
     @classmethod

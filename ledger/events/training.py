@@ -38,7 +38,9 @@ class Transform(Part):
 class SamplesGenerated(Event):
     """The samples of one iteration; rows uid, group, turns, tokens, token_digest, logp_digest,
     version_min, version_max, replica, incarnation stand in the segment, and where they are
-    recorded mask_digest, prompt_digest, stream and cache_version_min."""
+    recorded mask_digest, prompt_digest, stream and cache_version_min, and span_versions,
+    span_tokens, span_incarnations (sampled tokens by what made them, of a sample of several), begun
+    and ended (weight syncs begun and ended by then); null for a sample without."""
 
     schema_ = 2  # the segment names the types of its columns
 
@@ -79,7 +81,8 @@ class SamplesDropped(Event):
 class BatchConsumed(Event):
     """Samples as an update consumed them; rows uid, token_digest, reward, advantage, group,
     virtual_rank, tokens stand in the segment, and where they are recorded mask_digest and
-    logp_digest (of the behaviour log-probabilities that the loss used)."""
+    logp_digest (of the behaviour log-probabilities that the loss used); null for a sample
+    without."""
 
     schema_ = 2  # the segment names the types of its columns
 
@@ -201,3 +204,5 @@ class UpdateApplied(Event):
     """Parameters with a gradient whose masters kept every bit; empty where all of them moved."""
     moved_frozen: tuple[str, ...] | None = None
     """Parameters without a gradient whose masters changed."""
+    segment: Segment | None = None
+    """Lists in rows that have no room here, such as ``micro_batches`` (`ledger.long_fields`)."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,10 +26,11 @@ from shiftbook.checkpoint.recorder import (
     uid,
 )
 from shiftbook.checkpoint.recorder_loss import PolicyLoss
-from shiftbook.checkpoint.recorder_samples import generated_rows
+from shiftbook.checkpoint.recorder_samples import consumed_event, generated_rows
 from shiftbook.checkpoint.recorder_state import part_root, value_digest
 from shiftbook.checkpoint.recorder_step import Adam, StepProbe
 from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.events.training import BatchConsumed
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
 from shiftbook.verify.verdict import Verdict, verify
@@ -162,7 +164,64 @@ def test_versions_are_those_of_sampled_tokens_alone() -> None:
     )
     assert (rows["version_min"], rows["version_max"]) == ([6, 5], [7, 5])
     assert count == 4
-    assert "mask_digest" not in rows  # one sample says none, so the column is left out
+    assert [digest is None for digest in rows["mask_digest"]] == [False, True]
+
+
+def test_a_long_loop_remembers_no_more_than_may_be_used(tmp_path: Path) -> None:
+    """1,000 iterations; each trains on the samples of ``bound`` iterations before."""
+    bound = 3
+    declared = plan(sampling=SamplingPlan(staleness_bound=bound), iterations=1_000)
+    entries, least = [], []
+    with Recorder.open(f"sqlite:///{tmp_path}/l.db", "job", declared, policy="0" * 32) as record:
+        for step in range(1_000):
+            samples = [Generated(uid(step, n), [n], None, step, "e", "e#1") for n in range(2)]
+            record.generated(step, samples, version=step)
+            if step >= bound:
+                record.consumed(step, [Consumed(uid(step - bound, 0), [0])], version=step)
+                least.append(cast("BatchConsumed", record._pending[-1].event).version_min)
+            if step % 2:  # with either call alone
+                with record.update(step, STATE) as update:
+                    update.applied(
+                        version=step + 1,
+                        optimizer_step=step + 1,
+                        learning_rate=RATE,
+                        loss=0.0,
+                        grad_norm=1.0,
+                        tokens=1,
+                        divisor=1.0,
+                    )
+            else:
+                with record.iteration(step):
+                    pass
+            entries.append(sum(len(made) for made in record._versions.values()))
+    assert least == list(range(1_000 - bound))
+    assert max(entries) <= 2 * (bound + 2)
+
+
+@pytest.mark.parametrize("shape", ["all", "none", "run", "holes", "numbers"])
+def test_lists_arrays_and_tensors_have_the_same_digests(shape: str) -> None:
+    """Seed 6; lists take a shorter way than arrays, runs of a mask than scattered ones."""
+    random = np.random.default_rng(6)
+    tokens, logps = random.integers(0, 2**32, 40, dtype=np.uint32), random.random(40, np.float32)
+    place = np.arange(40)
+    mask = {
+        "all": place >= 0,
+        "none": place < 0,
+        "run": (place > 7) & (place < 31),
+        "holes": place % 3 == 0,
+        "numbers": place > 5,
+    }[shape]
+    versions = np.where(place > 20, 4, 3)
+    rows = []
+    for form in (list, np.asarray, lambda values: torch.tensor(np.asarray(values).astype("i8"))):
+        on = [2.5 * n for n in mask] if shape == "numbers" else form(mask.tolist())
+        floats = logps.tolist() if form is list else logps
+        some = Generated("000000/0", form(tokens.tolist()), floats, 3, "e", "e#1", on)
+        some.version = versions.tolist() if form is list else versions
+        used = Consumed("000000/0", some.tokens, trained=some.sampled, logps=floats)
+        rows.append((generated_rows([some]), consumed_event("a", 0, [used], 0, 0)[1]))
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[0][0][1] == rows[0][1]["tokens"][0] == mask.sum()
 
 
 def test_samples_of_an_engine_without_log_probabilities() -> None:

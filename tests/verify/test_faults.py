@@ -457,7 +457,7 @@ def _mean_of_another_batch(run: Run) -> int:
 # -- versions and syncs --------------------------------------------------------------------
 
 
-@case("I13", "tokens of versions 1 to 1", "versions 0 to 0", "I6")
+@case("I13", "tokens of versions 1 to 1", "versions 0 to 0", "I6", "I8")
 def _stale_sample(run: Run) -> int:
     columns = rows(run, "SamplesGenerated", 1)
     columns["version_min"][3] = columns["version_max"][3] = 0
@@ -465,7 +465,7 @@ def _stale_sample(run: Run) -> int:
     return run.at("BatchConsumed", 1)
 
 
-@case("I13", "one version a sample", "versions 0 to 1")
+@case("I13", "one version a sample", "versions 0 to 1", "I8")
 def _mixed_versions_in_a_sample(run: Run) -> int:
     rows(run, "SamplesGenerated", 1)["version_min"][3] = 0
     change(run, "BatchConsumed", 1, version_min=0)

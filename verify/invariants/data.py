@@ -110,7 +110,9 @@ class DataIdentity(Invariant):
         for uid, digest in zip(step.rows["uid"], fed, strict=True):
             head = uid.partition("/")[0]
             drawn = self._drawn.get(int(head)) if head.isdecimal() else None
-            if drawn is not None:
+            if digest is None:
+                self.missing("some generated rows carry no digest of their prompt")
+            elif drawn is not None:
                 self.passed()
                 if drawn != digest:
                     wrong.append((uid, drawn, digest))

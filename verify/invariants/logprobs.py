@@ -107,7 +107,7 @@ class LogProbsReplay(Invariant):
         wrong = []
         for uid, digest in zip(step.rows["uid"], used, strict=True):
             sample = step.track.samples.get(uid)
-            if sample is None or sample.logps is None:
+            if sample is None or sample.logps is None or digest is None:
                 continue
             self.passed()
             if sample.logps != digest:

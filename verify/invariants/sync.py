@@ -11,6 +11,7 @@ from shiftbook.ledger.events.sync import (
 )
 from shiftbook.ledger.events.training import SamplesGenerated
 from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.invariants.spans import Span, stamped
 from shiftbook.verify.lineage import MODEL, WINDOW
 
 
@@ -19,7 +20,8 @@ class SyncEquality(Invariant):
 
     An incarnation generates only at versions that it was verified to hold: by the delivery of a
     sync, or by a StateFirstUsed event (after a start, a restore or a move) whose ``model`` part is
-    the policy of that version. A delivery of an older version takes the newer ones away.
+    the policy of that version. A delivery of an older version takes the newer ones away. Of a
+    sample of several versions every span counts, by the incarnation that made it.
     """
 
     id = "I6"
@@ -147,25 +149,30 @@ class SyncEquality(Invariant):
         if good:
             self._holds.setdefault(event.incarnation, {})[event.policy_version] = step.at
 
+    def _held(self, span: Span) -> bool:
+        """Whether the engine that made a span was verified at its version; any, if unknown."""
+        if span.incarnation is None:
+            return any(span.version in held for held in self._holds.values())
+        return span.version in self._holds.get(span.incarnation, {})
+
     def _generated(self, step: Step, event: SamplesGenerated) -> None:
         if step.rows is None or step.rows.problem:
             self.missing("rows of SamplesGenerated cannot be read")
             return
-        names = ("uid", "incarnation", "replica", "version_min", "version_max")
-        faults: dict[tuple[str, str, int], list[str]] = {}
-        for uid, incarnation, replica, low, high in zip(
-            *(step.rows[n] for n in names), strict=True
-        ):
+        partial = step.plan is not None and step.plan.sampling.partial_rollouts
+        faults: dict[tuple[str, str | None, int], list[str]] = {}
+        for sample in stamped(step.rows, partial):
             self.passed()
-            held = self._holds.get(incarnation, {})
-            wrong = next((v for v in dict.fromkeys((low, high)) if v not in held), None)
+            wrong = next((span for span in sample.spans if not self._held(span)), None)
             if wrong is not None:
-                faults.setdefault((replica, incarnation, wrong), []).append(uid)
+                key = (sample.replica, wrong.incarnation, wrong.version)
+                faults.setdefault(key, []).append(sample.uid)
         for (replica, incarnation, version), uids in list(faults.items())[:8]:
-            held = self._holds.get(incarnation, {})
+            held = self._holds.get(incarnation or "", {})
+            by = f"{replica} ({incarnation})" if incarnation else "an engine"
             self.flag(
                 step.at,
-                expected=f"{replica} ({incarnation}) verified at version {version}",
+                expected=f"{by} verified at version {version}",
                 found=(
                     f"{len(uids)} samples at version {version} ({listed(uids)}); "
                     f"it was verified at {listed(sorted(held)[-3:]) or 'none'}"

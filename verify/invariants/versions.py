@@ -9,10 +9,20 @@ from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import AttemptStarted, ExperimentForked, JobClosed
 from shiftbook.ledger.events.observation import IterationCompleted
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
-from shiftbook.ledger.events.sync import WeightSyncStarted
-from shiftbook.ledger.events.training import BatchConsumed, UpdateApplied
-from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.ledger.events.sync import (
+    WeightSyncCommitted,
+    WeightSyncDelivered,
+    WeightSyncFailed,
+    WeightSyncStarted,
+)
+from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated, UpdateApplied
+from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.invariants.spans import stamped
+from shiftbook.verify.invariants.stamps import Stamps
 from shiftbook.verify.lineage import MODEL, WINDOW
+
+MOST_FAULTS = 8
+"""Findings of stamps in one event; each stands for all samples of one engine and version."""
 
 
 def _claims(event: Event) -> Iterator[tuple[int, str]]:
@@ -37,11 +47,20 @@ class VersionIsPolicy(Invariant):
     Two versions may share a fingerprint only where the update between them says that it changed
     nothing. A job that replays in distribution only gives a replayed version a new fingerprint;
     one that declares bits does not.
+
+    A token is stamped with weights that its engine held while it can have made it: not with ones
+    that newer weights had replaced before its request began, nor with ones that came after its
+    request ended. A request begins after its prompt is drawn, and when the recorder was told
+    (``begun``). Where the plan declares partial rollouts, a request may go on that began before
+    its prompt was drawn again, and its tokens may be of versions that follow one another.
     """
 
     id = "I8"
     title = "policy version and fingerprint one to one"
-    needs = "policy_version and the policy's fingerprint in UpdateApplied, syncs and bundles"
+    needs = (
+        "policy_version and the policy's fingerprint in UpdateApplied, syncs and bundles; for "
+        "stamps the versions in the rows of SamplesGenerated and WeightSyncDelivered"
+    )
     sees = (
         ExperimentForked,
         AttemptStarted,
@@ -49,12 +68,17 @@ class VersionIsPolicy(Invariant):
         IterationCompleted,
         UpdateApplied,
         WeightSyncStarted,
+        WeightSyncDelivered,
+        WeightSyncCommitted,
+        WeightSyncFailed,
+        SamplesGenerated,
         CheckpointSaved,
         CheckpointRestored,
         StateFirstUsed,
     )
 
     def begin(self) -> None:
+        self._stamps = Stamps()
         self._by_version: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._by_print: OrderedDict[str, tuple[int, int]] = OrderedDict()
 
@@ -62,6 +86,10 @@ class VersionIsPolicy(Invariant):
         event = step.event
         if isinstance(event, ExperimentForked):
             self.begin()
+        self._stamps.take(event, step.at)
+        if isinstance(event, SamplesGenerated):
+            self._stamped(step)
+            return
         bitwise = step.plan is None or step.plan.sampling.batch_composition == "bitwise"
         if isinstance(event, AttemptStarted) and not bitwise:
             self._forget_after(event.policy_version)
@@ -70,6 +98,42 @@ class VersionIsPolicy(Invariant):
         unchanged = isinstance(event, UpdateApplied) and event.params_before == event.params_after
         for version, fingerprint in _claims(event):
             self._judge(step, version, fingerprint, unchanged)
+
+    def _stamped(self, step: Step) -> None:
+        """Stamps of the samples of an event, those of an engine's present weights at a glance."""
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of SamplesGenerated cannot be read")
+            return
+        partial = step.plan is not None and step.plan.sampling.partial_rollouts
+        faults: dict[tuple[str, int], list[tuple[str, int | None]]] = {}
+        for sample in stamped(step.rows, partial):
+            self.passed()
+            only = sample.spans[0]
+            now = None if only.incarnation is None else self._stamps.current(only.incarnation)
+            if len(sample.spans) == 1 and only.version == now and sample.ended is None:
+                continue
+            known = step.track.samples.get(sample.uid)
+            drawn = None if partial or known is None else known.drawn
+            fault = self._stamps.fault(sample, drawn)
+            if fault is not None:
+                span, after = fault
+                by = f"{sample.replica} ({span.incarnation or 'any engine'})"
+                at = None if after is None else after.position
+                faults.setdefault((by, span.version), []).append((sample.uid, at))
+        for (by, version), uids in list(faults.items())[:MOST_FAULTS]:
+            self.flag(
+                step.at,
+                expected=f"{by} stamps tokens with weights that it held while it made them",
+                found=(
+                    f"{len(uids)} samples at version {version} ({listed(u for u, _ in uids)}), "
+                    "which it did not hold between the begin and the end of their requests"
+                ),
+                cause="the stamp is a counter of its own, or is taken before or after the tokens; "
+                "or a draw or a sync was recorded at another time than it happened",
+                action="Stamp in the engine, with what its weights were loaded as; record draws "
+                "before their requests begin, or say when these began.",
+                others=(uids[0][1],),
+            )
 
     def _forget_after(self, version: int) -> None:
         for later in [v for v in self._by_version if v > version]:
