@@ -138,6 +138,9 @@ class UpdatePlan(_Part):
     truncation: float | None = Field(default=None, description="of engine-to-trainer weights")
     ema_decay: float | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1, description="share left out")
+    recomputation: bool | None = Field(
+        default=None, description="of activations in the backward pass; None where nothing is said"
+    )
     controllers: dict[str, dict[str, float | str]] = Field(
         default_factory=dict, description="by name: rule and its constants"
     )

@@ -220,9 +220,9 @@ class Judge:
         rows = []
         for invariant in bench.invariants:
             invariant.close(end)
-            row = invariant.row(end)
-            row.required = row.invariant in required
-            rows.append(row)
+            for row in invariant.rows(end):
+                row.required = row.invariant in required
+                rows.append(row)
         for id_, (title, why) in NOT_JUDGED.items():
             rows.append(Row(name, id_, title, required=id_ in required, missing={why: 1}))
         known = {row.invariant for row in rows}

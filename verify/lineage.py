@@ -213,6 +213,13 @@ class Track:
         mark = self.marks.get(bundle)
         return self.registered.get(bundle) if mark is None else (mark.saved, mark.position)
 
+    @property
+    def resumes(self) -> bool:
+        """True where the present life goes on with all of a bundle: no part of it begins anew."""
+        restored = self.restored[0] if self.restored is not None else None
+        bundle = self.attempt is not None and self.attempt.bundle is not None
+        return restored.kind == "resume" if restored is not None else bundle
+
     def find_closed(self, ordinal: int) -> Drawn | None:
         """The closed run of draws that an ordinal belongs to, as far back as is remembered."""
         return next((d for d in self.closed if d.start <= ordinal < d.stop), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
+from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import DataBuilt
 from shiftbook.ledger.events.training import SamplesDrawn, SamplesGenerated
 from shiftbook.verify.invariants.base import Invariant, Step, short
@@ -17,13 +18,15 @@ class DataIdentity(Invariant):
     """I4: the data set of every attempt has the declared digest, and prompts are fed from it.
 
     The digest of the data set is recomputed from those of its prompts; the digest of each drawn
-    prompt, and of what its engine was given, is that of its index.
+    prompt, and of what its engine was given, is that of its index. An attempt that draws has said
+    what its data set is.
     """
 
     id = "I4"
     title = "data fed equals the declared data set"
     needs = "DataBuilt with rows, SamplesDrawn.prompt_digests, prompt_digest in generated rows"
     sees = (
+        AttemptStarted,
         DataBuilt,
         SamplesDrawn,
         SamplesGenerated,
@@ -34,10 +37,15 @@ class DataIdentity(Invariant):
         """Index to the digest of its prompt, and the position that says so."""
         self._drawn: OrderedDict[int, str] = OrderedDict()
         """Ordinal to the digest that was drawn."""
+        self._unbuilt = True
+        """Until the attempt says what its data set is, or was found not to."""
 
     def feed(self, step: Step) -> None:
         match step.event:
+            case AttemptStarted():
+                self._unbuilt = True
             case DataBuilt():
+                self._unbuilt = False
                 self._built(step, step.event)
             case SamplesDrawn():
                 self._drawn_prompts(step, step.event)
@@ -79,9 +87,14 @@ class DataIdentity(Invariant):
                 self._known[index] = (digest, step.at)
 
     def _drawn_prompts(self, step: Step, event: SamplesDrawn) -> None:
+        if self._unbuilt:
+            self._unbuilt = False
+            self.missing("an attempt drew and did not say what its data set is")
         if event.prompt_digests is None:
             self.missing("draws carry no digests of their prompts")
             return
+        if len(event.prompt_digests) != len(event.indices):
+            self.missing("a draw has not one digest for each of its prompts")
         for place, (index, digest) in enumerate(
             zip(event.indices, event.prompt_digests, strict=False)
         ):
@@ -101,6 +114,7 @@ class DataIdentity(Invariant):
 
     def _fed(self, step: Step) -> None:
         if step.rows is None or step.rows.problem:
+            self.missing("rows of SamplesGenerated cannot be read")
             return
         fed = step.rows.get("prompt_digest")
         if fed is None:
@@ -110,10 +124,12 @@ class DataIdentity(Invariant):
         for uid, digest in zip(step.rows["uid"], fed, strict=True):
             head = uid.partition("/")[0]
             drawn = self._drawn.get(int(head)) if head.isdecimal() else None
-            if drawn is not None:
-                self.passed()
-                if drawn != digest:
-                    wrong.append((uid, drawn, digest))
+            if drawn is None:
+                self.missing("samples belong to draws that carry no digest of their prompt")
+                continue
+            self.passed()
+            if drawn != digest:
+                wrong.append((uid, drawn, digest))
         if wrong:
             uid, drawn, digest = wrong[0]
             sample = step.track.samples.get(uid)

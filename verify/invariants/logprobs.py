@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shiftbook.ledger.events.probes import LogProbsReplayed
 from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated
-from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.verify.invariants.base import End, Invariant, Step, short
+from shiftbook.verify.invariants.linkage import supervised
 
 FACTOR = 8.0
 """Allowed gap over the one that was measured when calibrating; below it nothing is flagged."""
@@ -22,20 +25,28 @@ class LogProbsReplay(Invariant):
 
     The engine's, the trainer's and the reference's are computed again by other code, on a few
     samples; attested by the job. The tolerance is declared, or FACTOR times the gap that the same
-    stack showed when it was calibrated. The loss uses the engine's own values, bit for bit.
+    stack showed when it was calibrated. ``used``: the loss uses the engine's own values, bit for bit.
     """
 
     id = "I16"
     title = "log-probabilities replay under the stamped version"
-    needs = "LogProbsReplayed; SamplesGenerated.transform; logp_digest in consumed rows"
+    needs = "LogProbsReplayed; SamplesGenerated.transform"
     sees = (
         LogProbsReplayed,
         SamplesGenerated,
         BatchConsumed,
     )
+    aspects: ClassVar = {
+        "used": (
+            "the loss uses the engine's own log-probabilities",
+            "logp_digest in the rows of BatchConsumed",
+        )
+    }
 
     def begin(self) -> None:
         self._noise: dict[str, tuple[float, int]] = {}
+        self._replays = 0
+        self._generated = False
 
     def feed(self, step: Step) -> None:
         match step.event:
@@ -54,6 +65,7 @@ class LogProbsReplay(Invariant):
             self._noise[event.what] = (max(noise, event.mean_gap), at)
             self.passed()
             return
+        self._replays += 1
         declared = step.plan.tolerances.get("I16") if step.plan else None
         noise, at = self._noise.get(event.what, (0.0, -1))
         allowed = declared if declared is not None else max(FLOOR, FACTOR * noise)
@@ -80,6 +92,7 @@ class LogProbsReplay(Invariant):
         )
 
     def _transform(self, step: Step, event: SamplesGenerated) -> None:
+        self._generated = True
         if event.transform is None:
             self.missing("generated samples carry no sampling transform")
             return
@@ -101,15 +114,25 @@ class LogProbsReplay(Invariant):
             )
 
     def _used(self, step: Step) -> None:
-        used = step.rows.get("logp_digest") if step.rows is not None else None
-        if step.rows is None or used is None:
-            return  # a loss without behaviour log-probabilities
+        if supervised(step.plan):
+            return
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of BatchConsumed cannot be read", "used")
+            return
+        used = step.rows.get("logp_digest")
+        if used is None:
+            self.missing("consumed rows carry no log-probabilities that the loss used", "used")
+            return
         wrong = []
         for uid, digest in zip(step.rows["uid"], used, strict=True):
             sample = step.track.samples.get(uid)
-            if sample is None or sample.logps is None:
+            if sample is None:
+                continue  # I10's business: not drawn, or closed
+            if sample.logps is None:
+                why = "the samples' generation was not recorded"
+                self.missing(sample.unknown or why, "used")
                 continue
-            self.passed()
+            self.passed(1, "used")
             if sample.logps != digest:
                 wrong.append((uid, sample.logps, digest, sample.generated))
         if wrong:
@@ -121,4 +144,13 @@ class LogProbsReplay(Invariant):
                 cause="behaviour log-probabilities recomputed, shifted, or of another sample",
                 action="Carry them from the engine to the loss, keyed by uid.",
                 others=(at,),
+                aspect="used",
             )
+
+    def close(self, end: End) -> None:
+        if self._generated and not self._replays:
+            self.missing("no log-probabilities were replayed")
+
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        samples = "supervised fine-tuning has no engine"
+        return samples if supervised(end.job.plan) else None

@@ -39,9 +39,11 @@ class DistinctStreams(Invariant):
         """Streams, oldest first, with the first sample that had each."""
         self._events: deque[tuple[int, int]] = deque()
         """Position of each event that gave some of them, with their number."""
+        self._recorded = False
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, RandomStatesRecorded):
+            self._recorded = True
             self._states(step, step.event)
         elif isinstance(step.event, SamplesGenerated):
             self._samples(step)
@@ -63,8 +65,11 @@ class DistinctStreams(Invariant):
             )
 
     def _samples(self, step: Step) -> None:
-        streams = step.rows.get("stream") if step.rows is not None else None
-        if step.rows is None or streams is None:
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of SamplesGenerated cannot be read")
+            return
+        streams = step.rows.get("stream")
+        if streams is None:
             self.missing("generated rows carry no name of their randomness")
             return
         twice = []
@@ -88,6 +93,10 @@ class DistinctStreams(Invariant):
                 action="Key the randomness by job seed, uid, turn and token.",
                 others=(at,),
             )
+
+    def close(self, end: End) -> None:
+        if self._streams and not self._recorded:
+            self.missing("no random states by owner were recorded")
 
     def _position(self, stream: str) -> int:
         """Position of the event that gave a stream; asked once for a finding, so it may count."""
@@ -125,6 +134,8 @@ class RandomLineage(Invariant):
         self._first: dict[str, tuple[str, int]] = {}
         self._without = False
         """Whether an attempt said that it has no generator."""
+        self._held = False
+        """Whether owners go on from a bundle; after a resize they may begin anew."""
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -135,6 +146,7 @@ class RandomLineage(Invariant):
             if event.bundle is None and step.plan is not None:
                 declared = step.plan.data.first_streams
                 self._known |= {owner: (state, step.at) for owner, state in declared.items()}
+            self._held = mark is not None
             if mark is not None:
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, CheckpointRestored):
@@ -155,9 +167,12 @@ class RandomLineage(Invariant):
         self._without = self._without or (event.moment == "start" and not event.states)
         if event.moment == "resized":
             self._known.clear()
+            self._held = False
         wrong = []
         for owner, state in event.states.items():
             known = self._known.get(owner)
+            if known is None and owner in self._first and self._held:
+                self.missing("a bundle holds no random state of an owner that draws")
             if known is not None and event.moment in ("start", "before"):
                 self.passed()
                 # In a bundle the state stands as the root of a part with one value.

@@ -66,6 +66,8 @@ class RestoreEquality(Invariant):
             self.missing("the restored bundle was neither saved nor registered in this ledger")
             return
         bundle, position = origin
+        if not bundle.parts.keys() & event.parts.keys():
+            self.missing("a restore names no part of its bundle")
         wrong = _wrong(bundle.parts, event.parts, exact=event.kind == "resume")
         first = wrong[0] if wrong else ""
         self.expect(
@@ -116,6 +118,8 @@ class ReferenceConstant(Invariant):
             return
         found = event.parts.get(REFERENCE)
         if found is None:
+            if self._anchor is not None and not isinstance(event, StateFirstUsed):
+                self.missing(f"a bundle or a restore names no part {REFERENCE}")
             return
         if self._anchor is None:
             self._anchor = (found, step.at, event.policy_version)
@@ -160,6 +164,7 @@ class FirstUse(Invariant):
         f"{MODEL}, {MASTERS}, {OPTIMIZER}"
     )
     sees = (
+        AttemptStarted,
         CheckpointRestored,
         StateFirstUsed,
         UpdateApplied,
@@ -171,7 +176,11 @@ class FirstUse(Invariant):
 
     def feed(self, step: Step) -> None:
         event = step.event
-        if isinstance(event, CheckpointRestored):
+        if isinstance(event, AttemptStarted):
+            if event.bundle is not None:
+                self._due += 1
+                self._unmet = step.at
+        elif isinstance(event, CheckpointRestored):
             self._due += 1
             self._unmet = step.at
         elif isinstance(event, StateFirstUsed):
@@ -199,6 +208,8 @@ class FirstUse(Invariant):
             return
         if MASTERS in common or OPTIMIZER in common or event.component == "trainer":
             self._unmet = None
+            if expected.keys() & {MODEL, MASTERS, OPTIMIZER} - event.parts.keys():
+                self.missing(f"a first use names not all of {MODEL}, {MASTERS} and {OPTIMIZER}")
         wrong = [name for name in common if event.parts[name] != expected[name]]
         first = wrong[0] if wrong else ""
         self.expect(

@@ -67,6 +67,8 @@ class VersionIsPolicy(Invariant):
             self._forget_after(event.policy_version)
         if isinstance(event, CheckpointRestored) and event.kind != "resume":
             self._forget_after(event.policy_version)
+        if isinstance(event, CheckpointSaved) and MODEL not in event.parts:
+            self.missing(f"a bundle names no part {MODEL}")
         unchanged = isinstance(event, UpdateApplied) and event.params_before == event.params_after
         for version, fingerprint in _claims(event):
             self._judge(step, version, fingerprint, unchanged)
