@@ -360,6 +360,11 @@ class Trainer:
                 for n, old in before.items()
                 if lead.reduced[n].any() and torch.equal(old, lead.masters[n])
             ),
+            moved_frozen=tuple(
+                n
+                for n, old in before.items()
+                if n not in lead.reduced and not torch.equal(old, lead.masters[n])
+            ),
         )
 
     def overflow(self, norm: float) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import LogProbsReplayed
-from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated
+from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated, UpdateApplied
 from shiftbook.verify.invariants.base import End, Invariant, Step, short
 from shiftbook.verify.invariants.linkage import supervised
 
@@ -19,19 +20,27 @@ An engine of another precision calibrates, or declares ``tolerances["I16"]``."""
 SPREAD = 10.0
 """Allowed largest gap over the allowed mean one."""
 
+MOST_NOISE = 0.02
+"""Largest mean gap that a calibration may show: twice the 0.01 that a bfloat16 trainer and its
+engine are reported to have (TRL issue 4772). ``tolerances["I16.calibration"]`` declares another."""
+
 
 class LogProbsReplay(Invariant):
     """I16: what the loss used as log-probabilities is what the stamped version gives.
 
     The engine's, the trainer's and the reference's are computed again by other code, on a few
     samples; attested by the job. The tolerance is declared, or FACTOR times the gap that the same
-    stack showed when it was calibrated. ``used``: the loss uses the engine's own values, bit for bit.
+    stack showed when it was calibrated: before an attempt's first update, where nothing that
+    training does can have widened it, and within MOST_NOISE. A calibration is no check. ``used``:
+    the loss uses the engine's own values, bit for bit.
     """
 
     id = "I16"
     title = "log-probabilities replay under the stamped version"
     needs = "LogProbsReplayed; SamplesGenerated.transform"
     sees = (
+        AttemptStarted,
+        UpdateApplied,
         LogProbsReplayed,
         SamplesGenerated,
         BatchConsumed,
@@ -47,9 +56,15 @@ class LogProbsReplay(Invariant):
         self._noise: dict[str, tuple[float, int]] = {}
         self._replays = 0
         self._generated = False
+        self._updated: int | None = None
+        """Position of the first update of the attempt."""
 
     def feed(self, step: Step) -> None:
         match step.event:
+            case AttemptStarted():
+                self._updated = None
+            case UpdateApplied() if self._updated is None:
+                self._updated = step.at
             case LogProbsReplayed():
                 self._replayed(step, step.event)
             case SamplesGenerated():
@@ -61,9 +76,7 @@ class LogProbsReplay(Invariant):
 
     def _replayed(self, step: Step, event: LogProbsReplayed) -> None:
         if event.calibrating:
-            noise, at = self._noise.get(event.what, (0.0, step.at))
-            self._noise[event.what] = (max(noise, event.mean_gap), at)
-            self.passed()
+            self._calibrated(step, event)
             return
         self._replays += 1
         declared = step.plan.tolerances.get("I16") if step.plan else None
@@ -90,6 +103,33 @@ class LogProbsReplay(Invariant):
             cause="sampled with another temperature, top-p, seed or key than declared",
             action="Draw with the declared transform; key by job seed, uid, turn and token.",
         )
+
+    def _calibrated(self, step: Step, event: LogProbsReplayed) -> None:
+        """Take in the noise of the stack; what cannot be that is a finding."""
+        declared = step.plan.tolerances if step.plan else {}
+        most = declared.get("I16.calibration", MOST_NOISE)
+        if self._updated is not None:
+            self.flag(
+                step.at,
+                expected="calibration before the first update of the attempt",
+                found=f"a calibration of {event.what} after it, mean gap {event.mean_gap:.3g}",
+                cause="a gap that training made is passed off as noise of the stack",
+                action="Calibrate before training; replay without calibrating from then on.",
+                others=(self._updated,),
+            )
+        elif not (event.mean_gap <= most and event.largest_gap <= SPREAD * most):
+            self.flag(
+                step.at,
+                expected=f"noise of the stack within {most:g}, and {SPREAD * most:g} at most",
+                found=f"calibrated with mean gap {event.mean_gap:.3g}, "
+                f"largest {event.largest_gap:.3g}",
+                cause="engine and trainer did not compute the same function to begin with",
+                action="Compare the two forwards token by token; a stack that is that noisy "
+                "declares tolerances I16 or I16.calibration.",
+            )
+        else:
+            noise, at = self._noise.get(event.what, (0.0, step.at))
+            self._noise[event.what] = (max(noise, event.mean_gap), at)
 
     def _transform(self, step: Step, event: SamplesGenerated) -> None:
         self._generated = True
