@@ -19,7 +19,7 @@ from shiftbook.verify.findings import Finding, FindingList
 from shiftbook.verify.invariants import INVARIANTS, NOT_JUDGED
 from shiftbook.verify.invariants.base import End, Invariant, Step
 from shiftbook.verify.invariants.operations import open_operations
-from shiftbook.verify.lineage import Track
+from shiftbook.verify.lineage import Mark, Track, mark_of_save
 
 MAX_UNKNOWN = 64
 """Unknown types that are named for a job."""
@@ -172,8 +172,15 @@ class Judge:
         if job == SYSTEM_JOB or (self._jobs is not None and job not in self._jobs):
             return None
         if job not in self.benches:
-            self.benches[job] = Bench(Track(), [make(job, self.report) for make in INVARIANTS])
+            self.benches[job] = Bench(Track(self._mark_of), [make(job, self.report) for make in INVARIANTS])
         return self.benches[job]
+
+    def _mark_of(self, job: str, bundle: str) -> Mark | None:
+        """Where a bundle of another job stood in its lineage, or what its save alone says."""
+        if job in self.benches:
+            return self.benches[job].track.marks.get(bundle)
+        saved = self.state.jobs[job].bundles.get(bundle) if job in self.state.jobs else None
+        return None if saved is None else mark_of_save(saved)
 
     def _judge(self, bench: Bench, stored: StoredEvent, event: Event, problem: str | None) -> None:
         kind = type(event)

@@ -408,7 +408,8 @@ class Trainer:
             "optimizer": {**moments, "step": lead.step},
             "cast": self.cast_masters(),
             "ema": logical(lead.ema),
-            "reference": logical(self.reference),
+            # Under the policy's names, so that a refresh can be compared with it.
+            "reference": {**logical(self.reference, tied=True), "positions": positions()},
             "controllers": {"kl": self.kl_coefficient, "rewards": self.rewards_seen},
             "scheduler": {"step": self.scheduled},
             "scaler": {"scale": lead.scale},

@@ -82,7 +82,7 @@ class CursorContinuity(Invariant):
         )
 
     def _restored(self, step: Step, event: CheckpointRestored) -> None:
-        mark = step.track.marks.get(event.bundle)
+        mark = step.track.find_mark(event.bundle)
         if event.kind != "resume":
             return
         if mark is None:

@@ -141,7 +141,7 @@ class RandomLineage(Invariant):
         event = step.event
         if isinstance(event, AttemptStarted):
             # The streams of a life begin as its bundle holds them, or as those of the first life.
-            mark = step.track.marks.get(event.bundle) if event.bundle else None
+            mark = step.track.find_mark(event.bundle) if event.bundle else None
             self._known = {} if mark is not None else dict(self._first)
             if event.bundle is None and step.plan is not None:
                 declared = step.plan.data.first_streams
@@ -150,8 +150,9 @@ class RandomLineage(Invariant):
             if mark is not None:
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, CheckpointRestored):
-            mark = step.track.marks.get(event.bundle)
+            mark = step.track.find_mark(event.bundle)
             if mark is not None and event.kind == "resume":
+                self._held = True
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, RandomStatesRecorded):
             self._recorded(step, event)
