@@ -100,7 +100,7 @@ class UnorderedAccumulator:
         return not self.missing()
 
     def added(self) -> dict[int, tuple[int, int]]:
-        """Samples in the one sum of this process, and their weight, under its first virtual rank."""
+        """Samples in this process's one sum, and their weight, under its first virtual rank."""
         return {self._block[0]: (len(self.uids), 0 if self._sum is None else self._sum.tokens)}
 
     def resident_bytes(self) -> int:

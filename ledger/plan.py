@@ -86,6 +86,11 @@ class DataPlan(_Part):
     shared_streams: tuple[tuple[str, ...], ...] = Field(
         default=(), description="owners whose random states are equal on purpose, group by group"
     )
+    remapped_owners: tuple[str, ...] = Field(
+        default=(),
+        description="owners, or patterns such as rank/*, whose parts (rng:rank/0) are split or "
+        "keyed anew where their number changes",
+    )
 
     @model_validator(mode="after")
     def _the_mixture_is_of_this_data_set(self) -> DataPlan:

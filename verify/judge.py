@@ -172,7 +172,9 @@ class Judge:
         if job == SYSTEM_JOB or (self._jobs is not None and job not in self._jobs):
             return None
         if job not in self.benches:
-            self.benches[job] = Bench(Track(self._mark_of), [make(job, self.report) for make in INVARIANTS])
+            self.benches[job] = Bench(
+                Track(self._mark_of), [make(job, self.report) for make in INVARIANTS]
+            )
         return self.benches[job]
 
     def _mark_of(self, job: str, bundle: str) -> Mark | None:

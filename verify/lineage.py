@@ -142,7 +142,7 @@ class Mark:
 
 
 MarkOf = Callable[[str, str], Mark | None]
-"""The mark of a bundle of another job of the ledger, by job and bundle; None where none is known."""
+"""The mark of another job's bundle, by job and bundle; None where none is known."""
 
 
 @dataclass(slots=True)
@@ -228,7 +228,7 @@ class Track:
         return self.registered.get(bundle) if mark is None else (mark.saved, mark.position)
 
     def find_mark(self, bundle: str) -> Mark | None:
-        """Where the lineage stood at a bundle of this job, or of the job that it was forked from."""
+        """Where the lineage stood at a bundle of this job, or of the one it was forked from."""
         mark = self.marks.get(bundle)
         if mark is None and self.parent is not None and self._mark_of is not None:
             mark = self._mark_of(self.parent, bundle)

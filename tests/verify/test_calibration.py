@@ -26,9 +26,7 @@ def calibrated(gap: float, **tolerances: float) -> tuple[Maker, probes.LogProbsR
     maker.replayed(0)
     event = maker.run.entries[-1].event
     assert isinstance(event, probes.LogProbsReplayed)
-    noise = event.model_copy(
-        update={"calibrating": True, "mean_gap": gap, "largest_gap": 4 * gap}
-    )
+    noise = event.model_copy(update={"calibrating": True, "mean_gap": gap, "largest_gap": 4 * gap})
     maker.run.entries[-1].event = noise
     return maker, noise
 

@@ -281,9 +281,7 @@ class AdvantageRecomputes(_OverRows):
             "Group by the draw ordinal in the uid, and compute the baseline over whole groups.",
         )
 
-    def _whole(
-        self, step: Step, group: str, uids: list[str]
-    ) -> list[Fault]:
+    def _whole(self, step: Step, group: str, uids: list[str]) -> list[Fault]:
         draw = uids[0].partition("/")[0]
         other = next((uid for uid in uids if uid.partition("/")[0] != draw), None)
         if other is not None:

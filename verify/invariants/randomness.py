@@ -10,6 +10,7 @@ from shiftbook.ledger.events.probes import RandomStatesRecorded
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.events.training import SamplesGenerated
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
+from shiftbook.verify.invariants.restore import owner_matches
 from shiftbook.verify.lineage import WINDOW
 
 MOST_STREAMS = 64 * WINDOW
@@ -116,8 +117,9 @@ class DistinctStreams(Invariant):
 class RandomLineage(Invariant):
     """I9b: a stream's state before a unit of work is the one that the last unit left.
 
-    After a restore it is the bundle's; an owner that is new (after a resize) begins anew. A life
-    without a bundle begins with the states that the plan declares, where it declares them.
+    After a restore it is the bundle's; an owner that is new (after a resize) begins anew, and so do
+    those that the plan names (``data.remapped_owners``) where a resize is recorded. A life without
+    a bundle begins with the states that the plan declares, where it declares them.
     """
 
     id = "I9b"
@@ -162,19 +164,26 @@ class RandomLineage(Invariant):
             if name.startswith(RNG):
                 self._known[name[len(RNG) :]] = (value, at)
 
+    def _resized(self, step: Step) -> None:
+        """Generators were made anew: all, or those alone whose owners the plan names."""
+        declared = step.plan is not None and step.plan.data.remapped_owners
+        for owner in list(self._known):
+            if not declared or owner_matches(step.plan, owner):
+                del self._known[owner]
+        self._held = False
+
     def _recorded(self, step: Step, event: RandomStatesRecorded) -> None:
         from shiftbook.checkpoint.compare import root
 
         self._without = self._without or (event.moment == "start" and not event.states)
         if event.moment == "resized":
-            self._known.clear()
-            self._held = False
+            self._resized(step)
         wrong = []
         for owner, state in event.states.items():
             known = self._known.get(owner)
             if known is None and owner in self._first and self._held:
                 self.missing("a bundle holds no random state of an owner that draws")
-            if known is not None and event.moment in ("start", "before"):
+            if known is not None and event.moment != "after":
                 self.passed()
                 # In a bundle the state stands as the root of a part with one value.
                 if known[0] not in (state, root({"state": state})):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
 from shiftbook.ledger.events.training import UpdateApplied
+from shiftbook.ledger.plan import Plan
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
 from shiftbook.verify.lineage import MASTERS, MODEL, OPTIMIZER, REFERENCE, WINDOW
 
@@ -17,8 +20,34 @@ def _wrong(expected: dict[str, str], found: dict[str, str], exact: bool) -> list
     return sorted(n for n in names if expected.get(n) != found.get(n))
 
 
+def owner_matches(plan: Plan | None, owner: str) -> bool:
+    """True where the plan lets the state of an owner be split or keyed anew at a resize."""
+    patterns = plan.data.remapped_owners if plan is not None else ()
+    return any(fnmatchcase(owner, pattern) for pattern in patterns)
+
+
+def _remapped(plan: Plan | None, saved: Iterable[str], found: Iterable[str]) -> set[str]:
+    """Parts of declared owners, of each kind (``rng:``, …) that has other owners than saved."""
+    kinds: dict[str, tuple[set[str], set[str]]] = {}
+    for place, names in enumerate((saved, found)):
+        for name in names:
+            kind, colon, owner = name.partition(":")
+            if colon:
+                kinds.setdefault(kind, (set(), set()))[place].add(owner)
+    return {
+        f"{kind}:{owner}"
+        for kind, (before, after) in kinds.items()
+        if before and after and before != after
+        for owner in before | after
+        if owner_matches(plan, owner)
+    }
+
+
 class RestoreEquality(Invariant):
     """I1: after a resume every part is what it was at the save, and there are the same parts.
+
+    Where the number of owners changes, those that the plan names (``data.remapped_owners``) have
+    other parts of that kind; all else stays, and so do they where their number does.
 
     A warm start or a transfer may leave parts out or make them anew; what it restores is the same.
     Of a state that was registered the parts are those that its files held then.
@@ -71,6 +100,9 @@ class RestoreEquality(Invariant):
         if not bundle.parts.keys() & event.parts.keys():
             self.missing("a restore names no part of its bundle")
         wrong = _wrong(bundle.parts, event.parts, exact=event.kind == "resume")
+        if wrong and event.kind == "resume":
+            remapped = _remapped(step.plan, bundle.parts, event.parts)
+            wrong = [name for name in wrong if name not in remapped]
         first = wrong[0] if wrong else ""
         self.expect(
             not wrong,
