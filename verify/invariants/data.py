@@ -8,7 +8,7 @@ from collections import OrderedDict
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import DataBuilt
 from shiftbook.ledger.events.training import SamplesDrawn, SamplesGenerated
-from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.verify.invariants.base import End, Invariant, Step, short
 
 MAX_PROMPTS = 2_000_000
 """Digests that are kept; of larger data sets the first that were seen."""
@@ -37,15 +37,15 @@ class DataIdentity(Invariant):
         """Index to the digest of its prompt, and the position that says so."""
         self._drawn: OrderedDict[int, str] = OrderedDict()
         """Ordinal to the digest that was drawn."""
-        self._unbuilt = True
-        """Until the attempt says what its data set is, or was found not to."""
+        self._said = self._drew = False
+        """Whether the attempt said what its data set is, early or late, and whether it drew."""
 
     def feed(self, step: Step) -> None:
         match step.event:
             case AttemptStarted():
-                self._unbuilt = True
+                self._attempt_over()
             case DataBuilt():
-                self._unbuilt = False
+                self._said = True
                 self._built(step, step.event)
             case SamplesDrawn():
                 self._drawn_prompts(step, step.event)
@@ -53,6 +53,14 @@ class DataIdentity(Invariant):
                 self._fed(step)
             case _:
                 pass
+
+    def _attempt_over(self) -> None:
+        if self._drew and not self._said:
+            self.missing("an attempt drew and did not say what its data set is")
+        self._said = self._drew = False
+
+    def close(self, end: End) -> None:
+        self._attempt_over()
 
     def _built(self, step: Step, event: DataBuilt) -> None:
         data = step.plan.data if step.plan else None
@@ -87,9 +95,7 @@ class DataIdentity(Invariant):
                 self._known[index] = (digest, step.at)
 
     def _drawn_prompts(self, step: Step, event: SamplesDrawn) -> None:
-        if self._unbuilt:
-            self._unbuilt = False
-            self.missing("an attempt drew and did not say what its data set is")
+        self._drew = True
         if event.prompt_digests is None:
             self.missing("draws carry no digests of their prompts")
             return
