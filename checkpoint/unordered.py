@@ -99,6 +99,10 @@ class UnorderedAccumulator:
         """True once every group of this process is in."""
         return not self.missing()
 
+    def added(self) -> dict[int, tuple[int, int]]:
+        """Samples in this process's one sum, and their weight, under its first virtual rank."""
+        return {self._block[0]: (len(self.uids), 0 if self._sum is None else self._sum.tokens)}
+
     def resident_bytes(self) -> int:
         """Bytes of gradients held."""
         return 0 if self._sum is None else self._sum.flat.numel() * 4

@@ -224,6 +224,11 @@ class GradientAccumulator:
             )
         return {v: state.sum for v, state in self._states.items() if state.sum is not None}
 
+    def added(self) -> dict[int, tuple[int, int]]:
+        """By virtual rank: samples whose gradients are added, and their weight."""
+        sums = {v: (len(s.uids), s.sum) for v, s in self._states.items()}
+        return {v: (n, 0 if held is None else held.tokens) for v, (n, held) in sums.items()}
+
     def reset(self) -> None:
         """Begin the next iteration: nothing is in."""
         self._states = {v: _RankState(self.plan.groups_of(v)) for v in self._states}

@@ -26,6 +26,7 @@ from shiftbook.ledger.digests import (
 from shiftbook.ledger.events.probes import DataBuilt, RandomStatesRecorded
 from shiftbook.ledger.events.training import (
     BatchConsumed,
+    MicroBatch,
     RankState,
     SamplesDrawn,
     SamplesGenerated,
@@ -228,6 +229,7 @@ def updated(
 ) -> UpdateApplied:
     """The optimizer step: ``first`` is rank 0's report, ``ranks`` pairs each report with the
     status of the process that made it."""
+    steps = [report["step"] for report, _ in ranks]
     before, after, watched = first["before"], first["after"], first["watched"]
     places = [
         VirtualRank(
@@ -256,6 +258,14 @@ def updated(
         clipped=first["clipped"],
         skipped=False,
         virtual_ranks=tuple(sorted(places, key=lambda place: place.virtual_rank)),
+        optimizer_step_least=min(steps),
+        optimizer_step_most=max(steps),
+        # What each virtual rank added to the sum, which is divided once.
+        micro_batches=tuple(
+            MicroBatch(rank=number, samples=samples, tokens=tokens, divisor=float(first["tokens"]))
+            for number, (report, _) in enumerate(ranks)
+            for _, (samples, tokens) in sorted(report["added"].items())
+        ),
         cast_before=watched["cast"][0],
         cast_after=watched["cast"][1],
         ranks=tuple(
@@ -269,4 +279,5 @@ def updated(
         loss_terms=watched["loss_terms"],
         recomputed=watched["recomputed"],
         unmoved=watched["unmoved"],
+        moved_frozen=watched["moved_frozen"],
     )

@@ -255,6 +255,7 @@ class TrainerWorker:
         before = state.roots()
         state.ranks.clip_norm = clip_norm
         lead = state.layout.rank == 0
+        added = state.ranks.accumulator.added()
         with UpdateWatch(state, clip_norm, self._loss.config.kl_coefficient, lead) as watch:
             report = state.ranks.update(learning_rate)
         state.version = version
@@ -273,6 +274,7 @@ class TrainerWorker:
             "weights": state.parts()["model"] if lead else None,
             "watched": watch.said(report, learning_rate),
             "block": list(self._block(state.layout)),
+            "added": added,
             "first_use_after": after,
         }
 

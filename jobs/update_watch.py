@@ -89,6 +89,13 @@ class UpdateWatch:
         told["unmoved"] = tuple(
             name
             for name, before in self._before.items()
-            if torch.equal(masters[name], before) and bool(self.gradient[name].any())
+            if name in self.gradient
+            and torch.equal(masters[name], before)
+            and bool(self.gradient[name].any())
+        )
+        told["moved_frozen"] = tuple(
+            name
+            for name, before in self._before.items()
+            if name not in self.gradient and not torch.equal(masters[name], before)
         )
         return told

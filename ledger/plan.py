@@ -86,6 +86,11 @@ class DataPlan(_Part):
     shared_streams: tuple[tuple[str, ...], ...] = Field(
         default=(), description="owners whose random states are equal on purpose, group by group"
     )
+    remapped_owners: tuple[str, ...] = Field(
+        default=(),
+        description="owners, or patterns such as rank/*, whose parts (rng:rank/0) are split or "
+        "keyed anew where their number changes",
+    )
 
     @model_validator(mode="after")
     def _the_mixture_is_of_this_data_set(self) -> DataPlan:
@@ -143,6 +148,9 @@ class UpdatePlan(_Part):
     truncation: float | None = Field(default=None, description="of engine-to-trainer weights")
     ema_decay: float | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1, description="share left out")
+    recomputation: bool | None = Field(
+        default=None, description="of activations in the backward pass; None where nothing is said"
+    )
     controllers: dict[str, dict[str, float | str]] = Field(
         default_factory=dict, description="by name: rule and its constants"
     )

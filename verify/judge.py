@@ -22,7 +22,7 @@ from shiftbook.verify.findings import Finding, FindingList
 from shiftbook.verify.invariants import INVARIANTS, NOT_JUDGED
 from shiftbook.verify.invariants.base import End, Invariant, Step
 from shiftbook.verify.invariants.operations import open_operations
-from shiftbook.verify.lineage import Track
+from shiftbook.verify.lineage import Mark, Track, mark_of_save
 
 MAX_UNKNOWN = 64
 """Unknown types that are named for a job."""
@@ -218,7 +218,7 @@ class Judge:
             return None
         if job not in self.benches:
             invariants = [make(job, self._report_of(job)) for make in INVARIANTS]
-            self.benches[job] = Bench(Track(), invariants, stored.position)
+            self.benches[job] = Bench(Track(self._mark_of), invariants, stored.position)
         return self.benches[job]
 
     def _report_of(self, job: str) -> Callable[[Finding], None]:
@@ -230,6 +230,13 @@ class Judge:
                 bench.held.add(replace(finding, found_at=self._at))
 
         return report
+
+    def _mark_of(self, job: str, bundle: str) -> Mark | None:
+        """Where a bundle of another job stood in its lineage, or what its save alone says."""
+        if job in self.benches:
+            return self.benches[job].track.marks.get(bundle)
+        saved = self.state.jobs[job].bundles.get(bundle) if job in self.state.jobs else None
+        return None if saved is None else mark_of_save(saved)
 
     def _judge(self, bench: Bench, stored: StoredEvent, event: Event, problem: str | None) -> None:
         kind = type(event)
@@ -288,14 +295,14 @@ class Judge:
         for invariant in bench.invariants:
             if not unjudged:
                 invariant.close(end)
-            row = invariant.row(end)
-            if unjudged:
-                row.missing[unjudged] = 1
-            if job.opened is None:
-                # What was compared without a plan, and did not fit it, says nothing about the job.
-                row.checks, row.findings = 0, self.findings.count(name, row.invariant)
-            row.required = row.invariant in required
-            rows.append(row)
+            for row in invariant.rows(end):
+                if unjudged:
+                    row.missing[unjudged] = 1
+                if job.opened is None:
+                    # What was compared without a plan, and did not fit it, says nothing about it.
+                    row.checks, row.findings = 0, self.findings.count(name, row.invariant)
+                row.required = row.invariant in required
+                rows.append(row)
         for id_, (title, why) in NOT_JUDGED.items():
             rows.append(Row(name, id_, title, required=id_ in required, missing={why: 1}))
         known = {row.invariant for row in rows}

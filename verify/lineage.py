@@ -8,11 +8,15 @@ where the sampler stands, which samples are open, and the state that the last up
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.manifest import load_manifest
 from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.events.base import Event
-from shiftbook.ledger.events.job import AttemptStarted
+from shiftbook.ledger.events.job import AttemptStarted, ExperimentForked
 from shiftbook.ledger.events.observation import IterationCompleted
 from shiftbook.ledger.events.state import (
     CheckpointRegistered,
@@ -44,6 +48,7 @@ MAX_SAMPLES_A_DRAW = 1_000_000
 _FOLLOWED = frozenset(
     {
         AttemptStarted,
+        ExperimentForked,
         CheckpointSaved,
         CheckpointRegistered,
         CheckpointRestored,
@@ -144,6 +149,10 @@ class Mark:
     samples: tuple[Sample, ...]
 
 
+MarkOf = Callable[[str, str], Mark | None]
+"""The mark of another job's bundle, by job and bundle; None where none is known."""
+
+
 @dataclass(slots=True)
 class Consumed:
     """What was consumed since the last update."""
@@ -158,7 +167,10 @@ class Consumed:
 class Track:
     """Follows one job's effective lineage. ``apply`` comes after the invariants saw the event."""
 
-    def __init__(self) -> None:
+    def __init__(self, mark_of: MarkOf | None = None) -> None:
+        self._mark_of = mark_of
+        self.parent: str | None = None
+        """The job from whose bundles this one may begin, since it was forked from it."""
         self.attempt: AttemptStarted | None = None
         self.attempt_position = -1
         self.mark: Mark | None = None
@@ -187,6 +199,8 @@ class Track:
         match event:
             case AttemptStarted():
                 self._start(event, at)
+            case ExperimentForked():
+                self._fork(event)
             case CheckpointSaved():
                 self._save(event, at, plan)
             case CheckpointRegistered():
@@ -218,8 +232,27 @@ class Track:
 
     def origin(self, bundle: str) -> tuple[CheckpointSaved | CheckpointRegistered, int] | None:
         """How a bundle came to be, saved by the job or registered, and where that stands."""
-        mark = self.marks.get(bundle)
+        mark = self.find_mark(bundle)
         return self.registered.get(bundle) if mark is None else (mark.saved, mark.position)
+
+    def find_mark(self, bundle: str) -> Mark | None:
+        """Where the lineage stood at a bundle of this job, or of the one it was forked from."""
+        mark = self.marks.get(bundle)
+        if mark is None and self.parent is not None and self._mark_of is not None:
+            mark = self._mark_of(self.parent, bundle)
+        return mark
+
+    def bundle_of(self, job: str, bundle: str) -> CheckpointSaved | None:
+        """A bundle that another job of the ledger saved."""
+        mark = self._mark_of(job, bundle) if self._mark_of is not None else None
+        return mark.saved if mark is not None else None
+
+    @property
+    def resumes(self) -> bool:
+        """True where the present life goes on with all of a bundle: no part of it begins anew."""
+        restored = self.restored[0] if self.restored is not None else None
+        bundle = self.attempt is not None and self.attempt.bundle is not None
+        return restored.kind == "resume" if restored is not None else bundle
 
     def find_closed(self, ordinal: int) -> Drawn | None:
         """The closed run of draws that an ordinal belongs to, as far back as is remembered."""
@@ -250,7 +283,7 @@ class Track:
     def _start(self, event: AttemptStarted, at: int) -> None:
         self.attempt, self.attempt_position = event, at
         self.restored, self.redraw, self.pending = None, None, Consumed()
-        self.mark = self.marks.get(event.bundle) if event.bundle else None
+        self.mark = self.find_mark(event.bundle) if event.bundle else None
         updates = 0 if event.bundle is None else None
         start = Chain(event.policy_version, at, params=event.policy_fingerprint, updates=updates)
         if self.mark is not None:
@@ -266,6 +299,13 @@ class Track:
         self.closed = deque((d for d in self.closed if d.stop <= first), maxlen=WINDOW)
         self.draws = deque((d for d in self.draws if d.stop <= first), maxlen=WINDOW)
 
+    def _fork(self, event: ExperimentForked) -> None:
+        """Know the parent's bundles; go on from one where the attempt begins with it."""
+        self.parent = event.parent
+        began = self.attempt
+        if began is not None and began.bundle and self.mark is None and self.cursor is None:
+            self._start(began, self.attempt_position)
+
     def _save(self, event: CheckpointSaved, at: int, plan: Plan | None) -> None:
         # A replay buffer goes on after the restore: what it may use again is remembered too.
         open_samples = tuple(replace(s) for s in self.samples.values() if s.usable(plan))
@@ -276,7 +316,7 @@ class Track:
 
     def _restore(self, event: CheckpointRestored, at: int) -> None:
         self.restored = (event, at)
-        mark = self.marks.get(event.bundle)
+        mark = self.find_mark(event.bundle)
         base = Chain(event.policy_version, at, params=event.parts.get(MODEL))
         if mark is None:
             self.chain = _with_parts(base, event.parts)
@@ -393,6 +433,23 @@ class Track:
                 break
             if run.position in last_consumed:
                 self.closed.append(replace(run, consumed=last_consumed.pop(run.position)))
+
+
+def mark_of_save(saved: CheckpointSaved) -> Mark:
+    """The mark of a bundle of which the save alone is known: its open samples have no record."""
+    held = saved.in_flight
+    if held is None:
+        try:
+            held = load_manifest(Path(saved.path)).in_flight_uids
+        except BundleError:
+            held = ()
+    why = "the job that the bundle is of was not judged with this one"
+    samples = [
+        Sample(uid, int(uid.partition("/")[0]), saved.iteration, -1, unknown=why)
+        for uid in held
+        if uid.partition("/")[0].isdecimal()
+    ]
+    return Mark(saved, -1, None, tuple(samples))
 
 
 def _chain_of(mark: Mark, fallback: Chain) -> Chain:

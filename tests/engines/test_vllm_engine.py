@@ -349,7 +349,7 @@ def judged(
         update=UpdatePlan(
             prompts_per_update=EIGHT, group_size=1, virtual_ranks=1, learning_rate=1e-3
         ),
-        required_invariants=("I2", "I6", "I13", "I16", "I21"),
+        required_invariants=("I2", "I6", "I13", "I16", "I16.used", "I21", "I21.micro-batches"),
         tolerances={"I16": TOLERANCE},
     )  # fmt: skip
     url = f"sqlite:///{file}"

@@ -93,6 +93,13 @@ def dataset_digest() -> str:
     return hashlib.sha256("\n".join(prompt(i) for i in range(DATASET)).encode()).hexdigest()
 
 
+def judged() -> list[str]:
+    """Every invariant, and every aspect of one that the plan of the run leaves something of."""
+    idle = {"I18.counter", "recomputed.average", "recomputed.dropout"}
+    aspects = [f"{i.id}.{aspect}" for i in INVARIANTS for aspect in i.aspects]
+    return [i.id for i in INVARIANTS] + [name for name in aspects if name not in idle]
+
+
 def make_plan(**changes: Any) -> Plan:
     """The plan of the run; every judged invariant is required."""
     plan = Plan(
@@ -125,7 +132,7 @@ def make_plan(**changes: Any) -> Plan:
         ),
         moves=MovePlan(),
         shadow=ShadowPlan(every_iterations=2),
-        required_invariants=(*(i.id for i in INVARIANTS), "integrity", "evidence"),
+        required_invariants=(*judged(), "integrity", "evidence"),
         drop_rules=(DROP_RULE,),
     )
     return plan.model_copy(update=changes)
@@ -561,6 +568,15 @@ class Maker:
             ),
             rows=rewards,
         )
+        self.run.add(
+            probes.RewardsRescored(
+                attempt=self.attempt,
+                iteration=iteration,
+                samples=1,
+                largest_gap=0.0,
+                worst=uids[0],
+            )
+        )
         if dropped:
             self.run.add(
                 training.SamplesDropped(
@@ -677,7 +693,8 @@ class Maker:
                     )
                 },
                 recomputed={
-                    "step": training.Residual(largest=1e-8, allowed=1e-7, compared=32),
+                    what: training.Residual(largest=1e-8, allowed=1e-7, compared=32)
+                    for what in ("loss", "gradient", "step")
                 },
                 unmoved=(),
                 moved_frozen=(),

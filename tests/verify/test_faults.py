@@ -876,8 +876,8 @@ def _slow_samples_are_dropped(run: Run) -> int:
 
 @case("recomputed", "step as declared, within", "0.5 off")
 def _another_step_than_declared(run: Run) -> int:
-    residual = run.get("UpdateApplied", 0).event.recomputed["step"]
-    wrong = {"step": residual.model_copy(update={"largest": 0.5})}
+    found = run.get("UpdateApplied", 0).event.recomputed
+    wrong = {**found, "step": found["step"].model_copy(update={"largest": 0.5})}
     return change(run, "UpdateApplied", 0, recomputed=wrong)
 
 

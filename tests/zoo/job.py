@@ -142,6 +142,10 @@ REQUIRED = (
     "I1", "I1b", "I2", "I3", "I4", "I5", "I6", "I7", "I8", "I9", "I9b", "I10", "I10b", "I11",
     "I12", "I12b", "I13", "I14", "I15", "I16", "I17", "I17b", "I18", "I19", "I20", "I21", "I22",
     "I23", "I24", "I25", "I26", "I27", "recomputed",
+    "I11.masks", "I12.rescored", "I16.used", "I17.bundles", "I18.counter", "I19.parameters",
+    "I20.gradient", "I21.micro-batches", "I23.parameters",
+    "recomputed.loss", "recomputed.gradient", "recomputed.step", "recomputed.average",
+    "recomputed.dropout",
 )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ def parts(held: dict[str, Any]) -> dict[str, Any]:
         "masters": logical(held["masters"]),
         "optimizer": {**moments, "step": held["step"]},
         "ema": logical(held["ema"]),
-        "reference": logical(held["reference"]),
+        "reference": {**logical(held["reference"], tied=True), "positions": positions()},
         "controllers": {"kl": held["kl"], "rewards": held["rewards"]},
         "scheduler": {"step": held["scheduled"]},
         "scaler": {"scale": held["scale"]},

@@ -360,6 +360,11 @@ class Trainer:
                 for n, old in before.items()
                 if lead.reduced[n].any() and torch.equal(old, lead.masters[n])
             ),
+            moved_frozen=tuple(
+                n
+                for n, old in before.items()
+                if n not in lead.reduced and not torch.equal(old, lead.masters[n])
+            ),
         )
 
     def overflow(self, norm: float) -> bool:
@@ -403,7 +408,8 @@ class Trainer:
             "optimizer": {**moments, "step": lead.step},
             "cast": self.cast_masters(),
             "ema": logical(lead.ema),
-            "reference": logical(self.reference),
+            # Under the policy's names, so that a refresh can be compared with it.
+            "reference": {**logical(self.reference, tied=True), "positions": positions()},
             "controllers": {"kl": self.kl_coefficient, "rewards": self.rewards_seen},
             "scheduler": {"step": self.scheduled},
             "scaler": {"scale": lead.scale},

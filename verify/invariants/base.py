@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -72,11 +72,21 @@ class Invariant(ABC):
     needs: ClassVar[str]
     sees: ClassVar[tuple[type[Event], ...] | None] = None
     """None for all events, those of unknown types too."""
+    aspects: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Comparisons that need a record of their own, by name: title, and what must be recorded.
+
+    Each has a row of its own in the coverage table (``I21.micro-batches``), which a plan may
+    require; so an invariant whose main comparison was made never hides that another was not.
+    """
 
     def __init__(self, job: str, report: Callable[[Finding], None]) -> None:
         self.job = job
         self._report = report
         self._row = Row(job, self.id, self.title, needs=self.needs)
+        self._aspects = {
+            name: Row(job, f"{self.id}.{name}", title, needs=needs)
+            for name, (title, needs) in self.aspects.items()
+        }
         self.begin()
 
     def begin(self) -> None:
@@ -95,11 +105,18 @@ class Invariant(ABC):
         """Why there was nothing to check; None where something should have been recorded."""
         return None
 
-    def row(self, end: End) -> Row:
-        """The row of the coverage table."""
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        """Why there was nothing to check of an aspect; by default what is said of the whole."""
+        return self.idle_because(end)
+
+    def rows(self, end: End) -> list[Row]:
+        """The rows of the coverage table: the invariant's, and one for each aspect."""
         if not self._row.checks:
             self._row.idle = self.idle_because(end)
-        return self._row
+        for name, row in self._aspects.items():
+            if not row.checks:
+                row.idle = self.aspect_idle_because(name, end)
+        return [self._row, *self._aspects.values()]
 
     def expect(
         self,
@@ -112,12 +129,14 @@ class Invariant(ABC):
         action: str,
         others: Iterable[int | None] = (),
         severity: Severity = "stop",
+        aspect: str | None = None,
     ) -> bool:
         """Count one comparison and report it where it does not hold; returns ``holds``.
 
-        ``others`` are further positions that prove it; None and negative ones are left out.
+        ``others`` are further positions that prove it; None and negative ones are left out. What
+        is compared for an aspect counts in its row alone.
         """
-        self._row.checks += 1
+        self.passed(1, aspect)
         if not holds:
             self.flag(
                 at,
@@ -127,6 +146,7 @@ class Invariant(ABC):
                 action=action,
                 others=others,
                 severity=severity,
+                aspect=aspect,
             )
         return holds
 
@@ -140,10 +160,13 @@ class Invariant(ABC):
         action: str,
         others: Iterable[int | None] = (),
         severity: Severity = "stop",
+        aspect: str | None = None,
     ) -> None:
-        """Report a finding at a position."""
+        """Report a finding at a position; one of an aspect breaks the invariant too."""
         proof = {at, *(p for p in others if p is not None and p >= 0)}
         self._row.findings += 1
+        if aspect is not None:
+            self._aspects[aspect].findings += 1
         self._report(
             Finding(
                 self.id,
@@ -158,14 +181,18 @@ class Invariant(ABC):
             )
         )
 
-    def passed(self, times: int = 1) -> None:
+    def passed(self, times: int = 1, aspect: str | None = None) -> None:
         """Count comparisons that held."""
-        self._row.checks += times
+        self._row_of(aspect).checks += times
 
-    def missing(self, why: str) -> None:
+    def missing(self, why: str, aspect: str | None = None) -> None:
         """Count a comparison that could not be made because something was not recorded."""
         # A bounded number of reasons: they are fixed texts, never values from events.
-        self._row.missing[why] = self._row.missing.get(why, 0) + 1
+        missing = self._row_of(aspect).missing
+        missing[why] = missing.get(why, 0) + 1
+
+    def _row_of(self, aspect: str | None) -> Row:
+        return self._row if aspect is None else self._aspects[aspect]
 
 
 def short(value: object) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
+from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import DataBuilt
 from shiftbook.ledger.events.training import SamplesDrawn, SamplesGenerated
-from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.verify.invariants.base import End, Invariant, Step, short
 
 MAX_PROMPTS = 2_000_000
 """Digests that are kept; of larger data sets the first that were seen."""
@@ -17,13 +18,15 @@ class DataIdentity(Invariant):
     """I4: the data set of every attempt has the declared digest, and prompts are fed from it.
 
     The digest of the data set is recomputed from those of its prompts; the digest of each drawn
-    prompt, and of what its engine was given, is that of its index.
+    prompt, and of what its engine was given, is that of its index. An attempt that draws has said
+    what its data set is.
     """
 
     id = "I4"
     title = "data fed equals the declared data set"
     needs = "DataBuilt with rows, SamplesDrawn.prompt_digests, prompt_digest in generated rows"
     sees = (
+        AttemptStarted,
         DataBuilt,
         SamplesDrawn,
         SamplesGenerated,
@@ -34,10 +37,15 @@ class DataIdentity(Invariant):
         """Index to the digest of its prompt, and the position that says so."""
         self._drawn: OrderedDict[int, str] = OrderedDict()
         """Ordinal to the digest that was drawn."""
+        self._said = self._drew = False
+        """Whether the attempt said what its data set is, early or late, and whether it drew."""
 
     def feed(self, step: Step) -> None:
         match step.event:
+            case AttemptStarted():
+                self._attempt_over()
             case DataBuilt():
+                self._said = True
                 self._built(step, step.event)
             case SamplesDrawn():
                 self._drawn_prompts(step, step.event)
@@ -45,6 +53,14 @@ class DataIdentity(Invariant):
                 self._fed(step)
             case _:
                 pass
+
+    def _attempt_over(self) -> None:
+        if self._drew and not self._said:
+            self.missing("an attempt drew and did not say what its data set is")
+        self._said = self._drew = False
+
+    def close(self, end: End) -> None:
+        self._attempt_over()
 
     def _built(self, step: Step, event: DataBuilt) -> None:
         data = step.plan.data if step.plan else None
@@ -79,9 +95,12 @@ class DataIdentity(Invariant):
                 self._known[index] = (digest, step.at)
 
     def _drawn_prompts(self, step: Step, event: SamplesDrawn) -> None:
+        self._drew = True
         if event.prompt_digests is None:
             self.missing("draws carry no digests of their prompts")
             return
+        if len(event.prompt_digests) != len(event.indices):
+            self.missing("a draw has not one digest for each of its prompts")
         for place, (index, digest) in enumerate(
             zip(event.indices, event.prompt_digests, strict=False)
         ):
@@ -101,6 +120,7 @@ class DataIdentity(Invariant):
 
     def _fed(self, step: Step) -> None:
         if step.rows is None or step.rows.problem:
+            self.missing("rows of SamplesGenerated cannot be read")
             return
         fed = step.rows.get("prompt_digest")
         if fed is None:
@@ -112,10 +132,13 @@ class DataIdentity(Invariant):
             drawn = self._drawn.get(int(head)) if head.isdecimal() else None
             if digest is None:
                 self.missing("some generated rows carry no digest of their prompt")
-            elif drawn is not None:
-                self.passed()
-                if drawn != digest:
-                    wrong.append((uid, drawn, digest))
+                continue
+            if drawn is None:
+                self.missing("samples belong to draws that carry no digest of their prompt")
+                continue
+            self.passed()
+            if drawn != digest:
+                wrong.append((uid, drawn, digest))
         if wrong:
             uid, drawn, digest = wrong[0]
             sample = step.track.samples.get(uid)

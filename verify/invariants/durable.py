@@ -68,6 +68,8 @@ class FileEquality(Invariant):
         others: tuple[int, ...],
     ) -> None:
         common = sorted(saved.parts.keys() & found.keys())
+        if saved.parts.keys() - found.keys():
+            self.missing("a part of a bundle was not read back from its file")
         wrong = [name for name in common if saved.parts[name] != found[name]]
         first = wrong[0] if wrong else ""
         self.expect(

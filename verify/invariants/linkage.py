@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from typing import ClassVar
 
 from shiftbook.ledger.events.probes import RewardsRescored
 from shiftbook.ledger.events.training import BatchConsumed, SamplesRewarded
@@ -24,6 +25,10 @@ RESCORING = 1e-6
 
 MAX_GROUP = 65_536
 """Members of a group that are looked for; a forged plan cannot make the judge count for ever."""
+
+
+Fault = tuple[str, str, str, int | None]
+"""Uid, expected, found, position of proof."""
 
 
 def _pairs(step: Step, columns: tuple[str, ...]) -> list[tuple[Sample | None, tuple[object, ...]]]:
@@ -58,13 +63,14 @@ class _OverRows(_Rewarded):
     def over_rows(
         self,
         step: Step,
-        faults: list[tuple[str, str, str, int | None]],
+        faults: list[Fault],
         checked: int,
         cause: str,
         action: str,
+        aspect: str | None = None,
     ) -> None:
         """Report faults (uid, expected, found, position of proof) of one event as one finding."""
-        self.passed(checked)
+        self.passed(checked, aspect)
         if not faults:
             return
         uid, expected, found, proof = faults[0]
@@ -76,13 +82,14 @@ class _OverRows(_Rewarded):
             cause=cause,
             action=action,
             others=(proof,),
+            aspect=aspect,
         )
 
 
 class TokenIdentity(_OverRows):
     """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made.
 
-    Where masks are recorded, the trained tokens are exactly the sampled ones.
+    ``masks``: the trained tokens are exactly the sampled ones.
     """
 
     id = "I11"
@@ -92,14 +99,18 @@ class TokenIdentity(_OverRows):
         BatchConsumed,
         SamplesRewarded,
     )
+    aspects: ClassVar = {
+        "masks": (
+            "trained tokens are the sampled ones",
+            "mask_digest in the rows of SamplesGenerated and BatchConsumed",
+        )
+    }
 
     def feed(self, step: Step) -> None:
         if not isinstance(step.event, BatchConsumed | SamplesRewarded) or not self.readable(step):
             return
-        faults: list[tuple[str, str, str, int | None]] = []
+        faults: list[Fault] = []
         checked = 0
-        masks = step.rows.get("mask_digest") if step.rows is not None else None
-        trained = dict(zip(step.rows["uid"], masks, strict=True)) if step.rows and masks else {}
         for sample, (uid, tokens) in _pairs(step, ("token_digest",)):
             if sample is None:
                 continue  # I10's business: not drawn, or closed
@@ -112,17 +123,43 @@ class TokenIdentity(_OverRows):
             elif sample.tokens != tokens:
                 expected = f"tokens {short(sample.tokens)} as generated"
                 faults.append((str(uid), expected, f"tokens {short(tokens)}", sample.generated))
-            elif sample.mask is not None and trained.get(str(uid)) not in (None, sample.mask):
+        self.over_rows(step, faults, checked, *_EXCHANGED)
+        if isinstance(step.event, BatchConsumed) and not supervised(step.plan):
+            self._masks(step)
+
+    def _masks(self, step: Step) -> None:
+        assert step.rows is not None
+        if step.rows.get("mask_digest") is None:
+            self.missing("consumed rows carry no mask of the trained tokens", "masks")
+            return
+        faults: list[Fault] = []
+        checked = 0
+        for sample, (uid, tokens, mask) in _pairs(step, ("token_digest", "mask_digest")):
+            if sample is None or sample.tokens is None or sample.tokens != tokens:
+                continue  # told of the tokens already
+            if sample.mask is None:
+                self.missing("generated rows carry no mask of the sampled tokens", "masks")
+                continue
+            if mask is None:
+                self.missing("some consumed rows carry no mask of the trained tokens", "masks")
+                continue
+            checked += 1
+            if sample.mask != mask:
                 expected = f"trained tokens {short(sample.mask)}, those that were sampled"
-                found = f"trained tokens {short(trained[str(uid)])}"
+                found = f"trained tokens {short(mask)}"
                 faults.append((str(uid), expected, found, sample.generated))
-        self.over_rows(
-            step,
-            faults,
-            checked,
-            "samples were exchanged, cut, or decoded and encoded again on their way",
-            "Carry token ids, never text, from the engine to the trainer, keyed by uid.",
-        )
+        self.over_rows(step, faults, checked, *_EXCHANGED, aspect="masks")
+
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        samples = "supervised fine-tuning samples no tokens"
+        return samples if supervised(end.job.plan) else None
+
+
+_EXCHANGED = (
+    "samples were exchanged, cut, or decoded and encoded again on their way",
+    "Carry token ids, never text, from the engine to the trainer, keyed by uid.",
+)
+"""Cause and action where tokens or masks are others."""
 
 
 def _float32(value: float) -> float:
@@ -139,7 +176,7 @@ def _same(a: float, b: float) -> bool:
 class RewardLink(_OverRows):
     """I12: the reward used for a sample is the one recorded for its uid and its tokens.
 
-    Samples that the job scored again, each by itself, give the recorded reward (attested).
+    ``rescored``: samples that the job scored again, each by itself, give that reward (attested).
     """
 
     id = "I12"
@@ -149,6 +186,9 @@ class RewardLink(_OverRows):
         RewardsRescored,
         BatchConsumed,
     )
+    aspects: ClassVar = {
+        "rescored": ("samples scored again give the recorded reward", "RewardsRescored")
+    }
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, RewardsRescored):
@@ -157,7 +197,7 @@ class RewardLink(_OverRows):
             return
         if not self.readable(step):
             return
-        faults: list[tuple[str, str, str, int | None]] = []
+        faults: list[Fault] = []
         checked = 0
         for sample, (uid, tokens, reward) in _pairs(step, ("token_digest", "reward")):
             if sample is None:
@@ -192,6 +232,7 @@ class RewardLink(_OverRows):
             cause="the scorer saw another sample's tokens, or its answers came in another order",
             action="Score by uid; or declare tolerances I12 where the scorer is not deterministic.",
             others=(sample.rewarded if sample else None,),
+            aspect="rescored",
         )
 
 
@@ -223,7 +264,7 @@ class AdvantageRecomputes(_OverRows):
         names = ("uid", "group", "reward", "advantage")
         for uid, group, reward, advantage in zip(*(step.rows[n] for n in names), strict=True):
             groups.setdefault(group, []).append((uid, reward, advantage))
-        faults: list[tuple[str, str, str, int | None]] = []
+        faults: list[Fault] = []
         for group, members in groups.items():
             faults += self._whole(step, group, [uid for uid, _, _ in members])
             rewards = [reward for _, reward, _ in members]
@@ -243,9 +284,7 @@ class AdvantageRecomputes(_OverRows):
             "Group by the draw ordinal in the uid, and compute the baseline over whole groups.",
         )
 
-    def _whole(
-        self, step: Step, group: str, uids: list[str]
-    ) -> list[tuple[str, str, str, int | None]]:
+    def _whole(self, step: Step, group: str, uids: list[str]) -> list[Fault]:
         draw = uids[0].partition("/")[0]
         other = next((uid for uid in uids if uid.partition("/")[0] != draw), None)
         if other is not None:

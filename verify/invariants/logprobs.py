@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import LogProbsReplayed
-from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated
-from shiftbook.verify.invariants.base import Invariant, Step, short
+from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated, UpdateApplied
+from shiftbook.verify.invariants.base import End, Invariant, Step, short
+from shiftbook.verify.invariants.linkage import supervised
 
 FACTOR = 8.0
 """Allowed gap over the one that was measured when calibrating; below it nothing is flagged."""
@@ -16,29 +20,51 @@ An engine of another precision calibrates, or declares ``tolerances["I16"]``."""
 SPREAD = 10.0
 """Allowed largest gap over the allowed mean one."""
 
+MOST_NOISE = 0.02
+"""Largest mean gap that a calibration may show: twice the 0.01 that a bfloat16 trainer and its
+engine are reported to have (TRL issue 4772). ``tolerances["I16.calibration"]`` declares another."""
+
 
 class LogProbsReplay(Invariant):
     """I16: what the loss used as log-probabilities is what the stamped version gives.
 
     The engine's, the trainer's and the reference's are computed again by other code, on a few
     samples; attested by the job. The tolerance is declared, or FACTOR times the gap that the same
-    stack showed when it was calibrated. The loss uses the engine's own values, bit for bit.
+    stack showed when it was calibrated: before an attempt's first update, where nothing that
+    training does can have widened it, and within MOST_NOISE. A calibration is no check. ``used``:
+    the loss uses the engine's own values, bit for bit.
     """
 
     id = "I16"
     title = "log-probabilities replay under the stamped version"
-    needs = "LogProbsReplayed; SamplesGenerated.transform; logp_digest in consumed rows"
+    needs = "LogProbsReplayed; SamplesGenerated.transform"
     sees = (
+        AttemptStarted,
+        UpdateApplied,
         LogProbsReplayed,
         SamplesGenerated,
         BatchConsumed,
     )
+    aspects: ClassVar = {
+        "used": (
+            "the loss uses the engine's own log-probabilities",
+            "logp_digest in the rows of BatchConsumed",
+        )
+    }
 
     def begin(self) -> None:
         self._noise: dict[str, tuple[float, int]] = {}
+        self._replays = 0
+        self._generated = False
+        self._updated: int | None = None
+        """Position of the first update of the attempt."""
 
     def feed(self, step: Step) -> None:
         match step.event:
+            case AttemptStarted():
+                self._updated = None
+            case UpdateApplied() if self._updated is None:
+                self._updated = step.at
             case LogProbsReplayed():
                 self._replayed(step, step.event)
             case SamplesGenerated():
@@ -50,10 +76,9 @@ class LogProbsReplay(Invariant):
 
     def _replayed(self, step: Step, event: LogProbsReplayed) -> None:
         if event.calibrating:
-            noise, at = self._noise.get(event.what, (0.0, step.at))
-            self._noise[event.what] = (max(noise, event.mean_gap), at)
-            self.passed()
+            self._calibrated(step, event)
             return
+        self._replays += 1
         declared = step.plan.tolerances.get("I16") if step.plan else None
         noise, at = self._noise.get(event.what, (0.0, -1))
         allowed = declared if declared is not None else max(FLOOR, FACTOR * noise)
@@ -79,7 +104,35 @@ class LogProbsReplay(Invariant):
             action="Draw with the declared transform; key by job seed, uid, turn and token.",
         )
 
+    def _calibrated(self, step: Step, event: LogProbsReplayed) -> None:
+        """Take in the noise of the stack; what cannot be that is a finding."""
+        declared = step.plan.tolerances if step.plan else {}
+        most = declared.get("I16.calibration", MOST_NOISE)
+        if self._updated is not None:
+            self.flag(
+                step.at,
+                expected="calibration before the first update of the attempt",
+                found=f"a calibration of {event.what} after it, mean gap {event.mean_gap:.3g}",
+                cause="a gap that training made is passed off as noise of the stack",
+                action="Calibrate before training; replay without calibrating from then on.",
+                others=(self._updated,),
+            )
+        elif not (event.mean_gap <= most and event.largest_gap <= SPREAD * most):
+            self.flag(
+                step.at,
+                expected=f"noise of the stack within {most:g}, and {SPREAD * most:g} at most",
+                found=f"calibrated with mean gap {event.mean_gap:.3g}, "
+                f"largest {event.largest_gap:.3g}",
+                cause="engine and trainer did not compute the same function to begin with",
+                action="Compare the two forwards token by token; a stack that is that noisy "
+                "declares tolerances I16 or I16.calibration.",
+            )
+        else:
+            noise, at = self._noise.get(event.what, (0.0, step.at))
+            self._noise[event.what] = (max(noise, event.mean_gap), at)
+
     def _transform(self, step: Step, event: SamplesGenerated) -> None:
+        self._generated = True
         if event.transform is None:
             self.missing("generated samples carry no sampling transform")
             return
@@ -101,15 +154,29 @@ class LogProbsReplay(Invariant):
             )
 
     def _used(self, step: Step) -> None:
-        used = step.rows.get("logp_digest") if step.rows is not None else None
-        if step.rows is None or used is None:
-            return  # a loss without behaviour log-probabilities
+        if supervised(step.plan):
+            return
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of BatchConsumed cannot be read", "used")
+            return
+        used = step.rows.get("logp_digest")
+        if used is None:
+            self.missing("consumed rows carry no log-probabilities that the loss used", "used")
+            return
         wrong = []
         for uid, digest in zip(step.rows["uid"], used, strict=True):
             sample = step.track.samples.get(uid)
-            if sample is None or sample.logps is None or digest is None:
+            if sample is None:
+                continue  # I10's business: not drawn, or closed
+            if sample.logps is None:
+                why = "the samples' generation was not recorded"
+                self.missing(sample.unknown or why, "used")
                 continue
-            self.passed()
+            if digest is None:
+                why = "some consumed rows carry no log-probabilities that the loss used"
+                self.missing(why, "used")
+                continue
+            self.passed(1, "used")
             if sample.logps != digest:
                 wrong.append((uid, sample.logps, digest, sample.generated))
         if wrong:
@@ -121,4 +188,13 @@ class LogProbsReplay(Invariant):
                 cause="behaviour log-probabilities recomputed, shifted, or of another sample",
                 action="Carry them from the engine to the loss, keyed by uid.",
                 others=(at,),
+                aspect="used",
             )
+
+    def close(self, end: End) -> None:
+        if self._generated and not self._replays:
+            self.missing("no log-probabilities were replayed")
+
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        samples = "supervised fine-tuning has no engine"
+        return samples if supervised(end.job.plan) else None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
 
-from shiftbook.ledger.events.training import Controller, MicroBatch, UpdateApplied
+from shiftbook.ledger.events.training import Controller, MicroBatch, Residual, UpdateApplied
 from shiftbook.verify.invariants.base import End, Invariant, Step, short
 
 SIGMAS = 6.5
@@ -64,6 +65,8 @@ class Controllers(Invariant):
             known = chain.controllers.get(name) if chain is not None else None
             if known is None and chain is not None and chain.updates == 0 and "first" in rule:
                 known = float(rule["first"])
+            if known is None and not self._after_warm_start(step):
+                self.missing("where a declared controller began is not known")
             self._compare(step, f"{name} before the update", known, value.before)
             if event.skipped:
                 continue
@@ -76,6 +79,12 @@ class Controllers(Invariant):
                 after = f"{name} after it, by {rule.get('rule')}"
                 self._compare(step, after, expected, value.after)
         self._inputs(step, event)
+
+    @staticmethod
+    def _after_warm_start(step: Step) -> bool:
+        """True where controllers may have begun anew: the update says where."""
+        restored = step.track.restored
+        return restored is not None and restored[0].kind != "resume"
 
     def _inputs(self, step: Step, event: UpdateApplied) -> None:
         for name, value in (event.controllers or {}).items():
@@ -107,6 +116,8 @@ class RecomputedMasks(Invariant):
     """I25: a forward that is computed again for the backward draws the same dropout masks.
 
     Where the plan declares the rate, masks leave out that share, within SIGMAS standard deviations.
+    A plan that says that nothing is recomputed (``update.recomputation``) has its share alone
+    judged; one that says nothing of it and declares dropout needs both masks.
     """
 
     id = "I25"
@@ -122,21 +133,29 @@ class RecomputedMasks(Invariant):
         if not isinstance(event, UpdateApplied):
             return
         self._updates += 1
-        rate = step.plan.update.dropout if step.plan else None
+        update = step.plan.update if step.plan else None
+        rate = update.dropout if update else None
+        recomputes = update is None or update.recomputation is not False
+        if rate and event.micro_batches is None:
+            self.missing("updates carry no micro batches, whose masks dropout drew")
         for number, micro in enumerate(event.micro_batches or ()):
             if rate is not None:
                 self._share(step, number, micro, rate)
-            if micro.first_mask is None or micro.recomputed_mask is None:
-                continue
-            self.expect(
-                micro.first_mask == micro.recomputed_mask,
-                step.at,
-                expected=f"micro batch {number} of rank {micro.rank}: mask "
-                f"{short(micro.first_mask)} again",
-                found=short(micro.recomputed_mask),
-                cause="activation checkpointing without the random state, or a draw in between",
-                action="Keep the random state of the first forward (preserve_rng_state=True).",
-            )
+            if micro.first_mask is not None and micro.recomputed_mask is not None:
+                self._again(step, number, micro)
+            elif recomputes and (rate or micro.first_mask or micro.recomputed_mask):
+                self.missing("micro batches carry no mask of the first forward and the recomputed")
+
+    def _again(self, step: Step, number: int, micro: MicroBatch) -> None:
+        self.expect(
+            micro.first_mask == micro.recomputed_mask,
+            step.at,
+            expected=f"micro batch {number} of rank {micro.rank}: mask "
+            f"{short(micro.first_mask)} again",
+            found=short(micro.recomputed_mask),
+            cause="activation checkpointing without the random state, or a draw in between",
+            action="Keep the random state of the first forward (preserve_rng_state=True).",
+        )
 
     def _share(self, step: Step, number: int, micro: MicroBatch, rate: float) -> None:
         if micro.mask_size is None or micro.masked is None:
@@ -154,7 +173,11 @@ class RecomputedMasks(Invariant):
         )
 
     def idle_because(self, end: End) -> str | None:
-        return "no update recomputed a forward with dropout" if self._updates else None
+        if not self._updates:
+            return None
+        if end.job.plan is not None and end.job.plan.update.recomputation is False:
+            return "the plan says that no forward is recomputed"
+        return "the plan declares no dropout"
 
 
 class LiveTerms(Invariant):
@@ -216,14 +239,25 @@ class LiveTerms(Invariant):
 class Recomputed(Invariant):
     """What the job attests that other code computed again from recorded inputs agrees with it.
 
-    Loss and its gradient, the sum of the micro batches' gradients after the clip, the optimizer's
-    step and moments, the average of the masters. Each comes with the gap that rounding explains.
+    Each comes with the gap that rounding explains: ``loss`` and its gradient, the ``gradient`` as
+    the sum of the micro batches' after the clip, the optimizer's ``step`` and moments, the
+    ``average`` of the masters, the masks of ``dropout``.
     """
 
     id = "recomputed"
     title = "loss, gradient, step and average recompute"
     needs = "UpdateApplied.recomputed (StepProbe and PolicyLoss of the recorder)"
     sees = (UpdateApplied,)
+    aspects: ClassVar = {
+        "loss": ("loss and its gradient recompute", "PolicyLoss given to Recorder.update"),
+        "gradient": (
+            "the gradient is the sum of its micro batches",
+            "StepProbe given to Recorder.update, with gradient in its micro batches",
+        ),
+        "step": ("the optimizer's step recomputes", "StepProbe given to Recorder.update"),
+        "average": ("the average of the masters recomputes", "StepProbe.begin with ema"),
+        "dropout": ("masks of dropout recompute", "UpdateRecord.recomputed('dropout mask', …)"),
+    }
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -233,6 +267,9 @@ class Recomputed(Invariant):
             self.missing("updates carry nothing that was computed again")
             return
         for what, residual in event.recomputed.items():
+            aspect = _ASPECTS.get(what)
+            if aspect is not None:
+                self.passed()  # an aspect counts its comparisons itself
             self.expect(
                 residual.largest <= residual.allowed,
                 step.at,
@@ -241,8 +278,54 @@ class Recomputed(Invariant):
                 cause=_CAUSES.get(what, "the computation is not the declared one"),
                 action="Compare the declared rule with what the loop calls, term by term.",
                 others=(step.track.chain.position if step.track.chain else None,),
+                aspect=aspect,
             )
+        if not event.skipped:
+            for aspect, why in self._absent(step, event.recomputed):
+                self.missing(why, aspect)
 
+    @staticmethod
+    def _absent(step: Step, found: Mapping[str, Residual]) -> Iterator[tuple[str, str]]:
+        """Aspects that the update has nothing of, and why they are missed."""
+        update = step.plan.update if step.plan else None
+        for what, aspect, due in (
+            ("loss", "loss", True),
+            ("gradient", "gradient", True),
+            ("step", "step", True),
+            ("ema", "average", update is not None and update.ema_decay is not None),
+            ("dropout mask", "dropout", update is not None and bool(update.dropout)),
+        ):
+            if due and what not in found:
+                yield aspect, _NOT_AGAIN[aspect]
+
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        update = end.job.plan.update if end.job.plan else None
+        if aspect == "average" and update is not None and update.ema_decay is None:
+            return "the plan declares no average"
+        if aspect == "dropout" and update is not None and not update.dropout:
+            return "the plan declares no dropout"
+        return None
+
+
+_ASPECTS = {
+    "loss": "loss",
+    "loss gradient": "loss",
+    "gradient": "gradient",
+    "norm": "step",
+    "step": "step",
+    "moments": "step",
+    "ema": "average",
+    "dropout mask": "dropout",
+}
+"""Aspect that a computation belongs to; of the invariant alone where it is none of these."""
+
+_NOT_AGAIN = {
+    "loss": "the loss was not computed again",
+    "gradient": "the sum of the micro batches' gradients was not computed again",
+    "step": "the optimizer's step was not computed again",
+    "average": "the average of the masters was not computed again",
+    "dropout": "the masks of dropout were not computed again",
+}
 
 _CAUSES = {
     "loss": "terms, signs, masks or divisor of the loss are not the declared ones",

@@ -82,8 +82,11 @@ class CursorContinuity(Invariant):
         )
 
     def _restored(self, step: Step, event: CheckpointRestored) -> None:
-        mark = step.track.marks.get(event.bundle)
-        if mark is None or event.kind != "resume":
+        mark = step.track.find_mark(event.bundle)
+        if event.kind != "resume":
+            return
+        if mark is None:
+            self.missing("the restored bundle was not saved in this ledger, its cursor is unknown")
             return
         self.expect(
             event.cursor == mark.saved.cursor,

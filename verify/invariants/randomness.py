@@ -10,6 +10,7 @@ from shiftbook.ledger.events.probes import RandomStatesRecorded
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.events.training import SamplesGenerated
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
+from shiftbook.verify.invariants.restore import owner_matches
 from shiftbook.verify.lineage import WINDOW
 
 MOST_STREAMS = 64 * WINDOW
@@ -39,9 +40,11 @@ class DistinctStreams(Invariant):
         """Streams, oldest first, with the first sample that had each."""
         self._events: deque[tuple[int, int]] = deque()
         """Position of each event that gave some of them, with their number."""
+        self._recorded = False
 
     def feed(self, step: Step) -> None:
         if isinstance(step.event, RandomStatesRecorded):
+            self._recorded = True
             self._states(step, step.event)
         elif isinstance(step.event, SamplesGenerated):
             self._samples(step)
@@ -63,8 +66,11 @@ class DistinctStreams(Invariant):
             )
 
     def _samples(self, step: Step) -> None:
-        streams = step.rows.get("stream") if step.rows is not None else None
-        if step.rows is None or streams is None:
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of SamplesGenerated cannot be read")
+            return
+        streams = step.rows.get("stream")
+        if streams is None:
             self.missing("generated rows carry no name of their randomness")
             return
         twice = []
@@ -92,6 +98,10 @@ class DistinctStreams(Invariant):
                 others=(at,),
             )
 
+    def close(self, end: End) -> None:
+        if self._streams and not self._recorded:
+            self.missing("no random states by owner were recorded")
+
     def _position(self, stream: str) -> int:
         """Position of the event that gave a stream; asked once for a finding, so it may count."""
         place = next(i for i, known in enumerate(self._streams) if known == stream)
@@ -110,8 +120,9 @@ class DistinctStreams(Invariant):
 class RandomLineage(Invariant):
     """I9b: a stream's state before a unit of work is the one that the last unit left.
 
-    After a restore it is the bundle's; an owner that is new (after a resize) begins anew. A life
-    without a bundle begins with the states that the plan declares, where it declares them.
+    After a restore it is the bundle's; an owner that is new (after a resize) begins anew, and so do
+    those that the plan names (``data.remapped_owners``) where a resize is recorded. A life without
+    a bundle begins with the states that the plan declares, where it declares them.
     """
 
     id = "I9b"
@@ -128,21 +139,25 @@ class RandomLineage(Invariant):
         self._first: dict[str, tuple[str, int]] = {}
         self._without = False
         """Whether an attempt said that it has no generator."""
+        self._held = False
+        """Whether owners go on from a bundle; after a resize they may begin anew."""
 
     def feed(self, step: Step) -> None:
         event = step.event
         if isinstance(event, AttemptStarted):
             # The streams of a life begin as its bundle holds them, or as those of the first life.
-            mark = step.track.marks.get(event.bundle) if event.bundle else None
+            mark = step.track.find_mark(event.bundle) if event.bundle else None
             self._known = {} if mark is not None else dict(self._first)
             if event.bundle is None and step.plan is not None:
                 declared = step.plan.data.first_streams
                 self._known |= {owner: (state, step.at) for owner, state in declared.items()}
+            self._held = mark is not None
             if mark is not None:
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, CheckpointRestored):
-            mark = step.track.marks.get(event.bundle)
+            mark = step.track.find_mark(event.bundle)
             if mark is not None and event.kind == "resume":
+                self._held = True
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, RandomStatesRecorded):
             self._recorded(step, event)
@@ -152,16 +167,26 @@ class RandomLineage(Invariant):
             if name.startswith(RNG):
                 self._known[name[len(RNG) :]] = (value, at)
 
+    def _resized(self, step: Step) -> None:
+        """Generators were made anew: all, or those alone whose owners the plan names."""
+        declared = step.plan is not None and step.plan.data.remapped_owners
+        for owner in list(self._known):
+            if not declared or owner_matches(step.plan, owner):
+                del self._known[owner]
+        self._held = False
+
     def _recorded(self, step: Step, event: RandomStatesRecorded) -> None:
         from shiftbook.checkpoint.compare import root
 
         self._without = self._without or (event.moment == "start" and not event.states)
         if event.moment == "resized":
-            self._known.clear()
+            self._resized(step)
         wrong = []
         for owner, state in event.states.items():
             known = self._known.get(owner)
-            if known is not None and event.moment in ("start", "before"):
+            if known is None and owner in self._first and self._held:
+                self.missing("a bundle holds no random state of an owner that draws")
+            if known is not None and event.moment != "after":
                 self.passed()
                 # In a bundle the state stands as the root of a part with one value.
                 if known[0] not in (state, root({"state": state})):

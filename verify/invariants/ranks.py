@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from shiftbook.ledger.events.training import RankState, UpdateApplied
 from shiftbook.verify.invariants.base import Invariant, Step, listed, short
 
 
 class RanksEqual(Invariant):
-    """I20: after an update each data-parallel rank has the same parameters, gradient and scale.
+    """I20: after an update each data-parallel rank has the same parameters and loss scale.
 
     Roots are of logical tensors, so ranks that hold shards report the whole that they belong to.
+    ``gradient``: each applied the same reduced gradient.
     """
 
     id = "I20"
     title = "replicas of the trainer equal"
-    needs = "UpdateApplied.ranks: parameters of each rank, and its reduced gradient"
+    needs = "UpdateApplied.ranks: parameters of each rank"
     sees = (UpdateApplied,)
+    aspects: ClassVar = {
+        "gradient": (
+            "replicas applied the same gradient",
+            "the reduced gradient in UpdateApplied.ranks",
+        )
+    }
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -25,11 +34,18 @@ class RanksEqual(Invariant):
             self.missing("updates carry no state by rank")
             return
         lead = event.ranks[0]
-        for what, values in (
-            ("parameters", [(r.rank, r.params) for r in event.ranks]),
-            ("gradient", [(r.rank, r.gradient) for r in event.ranks]),
-            ("loss scale", [(r.rank, r.scale) for r in event.ranks]),
+        silent = {micro.rank for micro in event.micro_batches or ()}
+        if silent - {rank.rank for rank in event.ranks}:
+            self.missing("a rank that computed a micro batch reports no state")
+        for what, values, aspect in (
+            ("parameters", [(r.rank, r.params) for r in event.ranks], None),
+            ("gradient", [(r.rank, r.gradient) for r in event.ranks], "gradient"),
+            ("loss scale", [(r.rank, r.scale) for r in event.ranks], None),
         ):
+            if all(value is None for _, value in values):
+                if aspect is not None and not event.skipped:
+                    self.missing("ranks report no gradient", aspect)
+                continue  # without a scaler there is no scale
             wrong = [(rank, value) for rank, value in values if value != values[0][1]]
             rank, found = wrong[0] if wrong else (lead.rank, "")
             self.expect(
@@ -40,6 +56,7 @@ class RanksEqual(Invariant):
                 cause="gradients were not reduced over all ranks, or a rank missed a step",
                 action="Reduce over the whole group; broadcast from one rank after each restore.",
                 others=(step.track.chain.position if step.track.chain else None,),
+                aspect=aspect,
             )
         self._numbers(step, event.ranks)
 

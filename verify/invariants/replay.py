@@ -78,6 +78,10 @@ class Replay(Invariant):
         self._seen: dict[tuple[int, str], int] = {}
         """How often the present life recorded something of an iteration: batches come in parts."""
         self._again = 0
+        self._left: OrderedDict[int, frozenset[str]] = OrderedDict()
+        """What was recorded of iterations before an amendment, a fork or a warm start."""
+        self._apart = False
+        """Whether some of it was recorded again after that."""
         self._unordered = False
         self._norms: OrderedDict[tuple[str, ...], tuple[UpdateApplied, int]] = OrderedDict()
         """The first update from each state with each batch, with its position."""
@@ -87,6 +91,9 @@ class Replay(Invariant):
     def feed(self, step: Step) -> None:
         event = step.event
         if isinstance(event, PlanAmended | ExperimentForked) or _begins_anew(event):
+            self._left.update((n, frozenset(known)) for n, known in self._first.items())
+            while len(self._left) > WINDOW:
+                self._left.popitem(last=False)
             self._first.clear()
             self._norms.clear()
             return
@@ -109,6 +116,7 @@ class Replay(Invariant):
             self._seen[iteration, what] = part + 1
             name = intern(f"{what} ({part})")  # nearly the same names in each iteration and job
             if name not in known:
+                self._apart = self._apart or name in self._left.get(iteration, ())
                 known[name] = (value, step.at)
                 continue
             first, position = known[name]
@@ -166,4 +174,7 @@ class Replay(Invariant):
             return None
         if self._unordered:
             return "no update was computed twice from one state; its sums have no order"
-        return "no iteration was computed twice"
+        if self._apart:
+            return "iterations were computed again after an amendment, a fork or a warm start alone"
+        bitwise = end.job.plan is None or end.job.plan.sampling.batch_composition == "bitwise"
+        return "no iteration was computed twice" if bitwise else "the plan promises no bits"

@@ -52,16 +52,20 @@ class SelectionAudit(Invariant):
 
     def feed(self, step: Step) -> None:
         event = step.event
-        if isinstance(event, SamplesGenerated) and step.rows is not None and len(step.rows):
-            self._tokens.update(zip(step.rows["uid"], step.rows["tokens"], strict=True))
-            for uid in list(islice(self._tokens, max(0, len(self._tokens) - MOST_SAMPLES))):
-                del self._tokens[uid]
-        elif isinstance(event, SamplesDropped):
+        if isinstance(event, SamplesDropped):
             if event.reason.partition(":")[0] not in LENGTH_RULES + REWARD_RULES:
                 lengths = [self._tokens[u] for u in event.uids if u in self._tokens]
                 self._dropped = [*self._dropped, *lengths][-WINDOW:]
                 self._judge(step.at)
-        elif isinstance(event, BatchConsumed) and step.rows is not None and len(step.rows):
+        elif not isinstance(event, SamplesGenerated | BatchConsumed):
+            return
+        elif step.rows is None or step.rows.problem:
+            self.missing(f"rows of {step.stored.type} cannot be read")
+        elif isinstance(event, SamplesGenerated):
+            self._tokens.update(zip(step.rows["uid"], step.rows["tokens"], strict=True))
+            for uid in list(islice(self._tokens, max(0, len(self._tokens) - MOST_SAMPLES))):
+                del self._tokens[uid]
+        else:
             lengths = [self._tokens[u] for u in step.rows["uid"] if u in self._tokens]
             self._trained = [*self._trained, *lengths][-WINDOW:]
             self.passed()

@@ -16,10 +16,10 @@ from shiftbook.ledger.events.sync import (
     WeightSyncStarted,
 )
 from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated, UpdateApplied
-from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
 from shiftbook.verify.invariants.spans import stamped
 from shiftbook.verify.invariants.stamps import Stamps
-from shiftbook.verify.lineage import MODEL, WINDOW
+from shiftbook.verify.lineage import MODEL, WINDOW, Track
 
 MOST_FAULTS = 8
 """Findings of stamps in one event; each stands for all samples of one engine and version."""
@@ -46,7 +46,8 @@ class VersionIsPolicy(Invariant):
 
     Two versions may share a fingerprint only where the update between them says that it changed
     nothing. A job that replays in distribution only gives a replayed version a new fingerprint;
-    one that declares bits does not.
+    one that declares bits does not. After a fork the versions that come later are made anew, with
+    other fingerprints; those that the job goes on from stay what they are.
 
     A token is stamped with weights that its engine held while it can have made it: not with ones
     that newer weights had replaced before its request began, nor with ones that came after its
@@ -81,11 +82,17 @@ class VersionIsPolicy(Invariant):
         self._stamps = Stamps()
         self._by_version: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._by_print: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._forked = False
+        """True from a fork to the first update after it: the lineage may go back before it."""
 
     def feed(self, step: Step) -> None:
         event = step.event
         if isinstance(event, ExperimentForked):
-            self.begin()
+            self._fork(step, event)
+        elif isinstance(event, UpdateApplied):
+            self._forked = False
+        elif self._forked and isinstance(event, AttemptStarted | CheckpointRestored):
+            self._forget_after(event.policy_version)
         self._stamps.take(event, step.at)
         if isinstance(event, SamplesGenerated):
             self._stamped(step)
@@ -95,9 +102,22 @@ class VersionIsPolicy(Invariant):
             self._forget_after(event.policy_version)
         if isinstance(event, CheckpointRestored) and event.kind != "resume":
             self._forget_after(event.policy_version)
+        if isinstance(event, CheckpointSaved) and MODEL not in event.parts:
+            self.missing(f"a bundle names no part {MODEL}")
         unchanged = isinstance(event, UpdateApplied) and event.params_before == event.params_after
         for version, fingerprint in _claims(event):
             self._judge(step, version, fingerprint, unchanged)
+
+    def _fork(self, step: Step, event: ExperimentForked) -> None:
+        """Versions after the present one are another policy's; what is copied is the parent's."""
+        self._forked = True
+        track = step.track
+        if track.chain is not None:
+            self._forget_after(track.chain.version)
+        bundle = track.attempt.bundle if track.attempt is not None else None
+        saved = track.bundle_of(event.parent, bundle) if bundle is not None else None
+        if saved is not None and MODEL in saved.parts:
+            self._judge(step, saved.policy_version, saved.parts[MODEL], False)
 
     def _stamped(self, step: Step) -> None:
         """Stamps of the samples of an event, those of an engine's present weights at a glance."""
@@ -265,8 +285,16 @@ class VersionsMonotone(Invariant):
         CheckpointSaved,
     )
 
+    def begin(self) -> None:
+        self._unknown: tuple[AttemptStarted, int] | None = None
+        """An attempt whose bundle was not known as it began; a fork may say which job's it is."""
+
     def feed(self, step: Step) -> None:
         event, track = step.event, step.track
+        if self._unknown is not None:
+            began, at = self._unknown
+            self._unknown = None
+            self._begins(began, at, track)
         if isinstance(event, UpdateApplied) and track.chain is not None:
             self.expect(
                 event.policy_version == track.chain.version + 1,
@@ -278,20 +306,10 @@ class VersionsMonotone(Invariant):
                 others=(track.chain.position,),
             )
         elif isinstance(event, AttemptStarted | CheckpointRestored) and event.bundle:
-            origin = track.origin(event.bundle)
-            if origin is None:
-                self.missing("the attempt's bundle was neither saved nor registered in this ledger")
-                return
-            bundle, position = origin
-            self.expect(
-                event.policy_version == bundle.policy_version,
-                step.at,
-                expected=f"version {bundle.policy_version} of the bundle",
-                found=f"version {event.policy_version}",
-                cause="the version counter was not restored with the weights",
-                action="Take the version from the bundle's manifest.",
-                others=(position,),
-            )
+            if isinstance(event, AttemptStarted) and track.origin(event.bundle) is None:
+                self._unknown = (event, step.at)
+            else:
+                self._begins(event, step.at, track)
         elif isinstance(event, CheckpointSaved) and track.chain is not None:
             self.expect(
                 event.policy_version == track.chain.version,
@@ -302,3 +320,24 @@ class VersionsMonotone(Invariant):
                 action="Take version and tensors from one moment, at the save call.",
                 others=(track.chain.position,),
             )
+
+    def _begins(self, event: AttemptStarted | CheckpointRestored, at: int, track: Track) -> None:
+        """An attempt, or a restore, has the version of its bundle."""
+        origin = track.origin(event.bundle or "")
+        if origin is None:
+            self.missing("the attempt's bundle was neither saved nor registered in this ledger")
+            return
+        bundle, position = origin
+        self.expect(
+            event.policy_version == bundle.policy_version,
+            at,
+            expected=f"version {bundle.policy_version} of the bundle",
+            found=f"version {event.policy_version}",
+            cause="the version counter was not restored with the weights",
+            action="Take the version from the bundle's manifest.",
+            others=(position,),
+        )
+
+    def close(self, end: End) -> None:
+        if self._unknown is not None:
+            self._begins(*self._unknown, end.track)
