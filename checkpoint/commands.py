@@ -203,12 +203,22 @@ def retain_command(folder: Path, keep: int, golden: tuple[Path, ...], ledger_url
 @click.option(
     "--part", default="policy", show_default=True, help="Name of the one part of a foreign state."
 )
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="FIELD",
+    help="A field of the bundles that may differ, such as job or attempt; once for each.",
+)
 @format_option()
 @click.pass_context
-def diff_command(context: click.Context, a: Path, b: Path, part: str, format_: Format) -> None:
-    """Say how the states at A and B differ: parts, tensors, elements; exit 1 when they do.
+def diff_command(
+    context: click.Context, a: Path, b: Path, part: str, ignored: tuple[str, ...], format_: Format
+) -> None:
+    """Say how the states at A and B differ: fields, tensors, elements; exit 1 when they do.
 
-    Each is a bundle, a folder of bundles (its latest one), or what `register` takes.
+    Each is a bundle, a folder of bundles (its latest one), or what `register` takes. Fields
+    (generators, sampler, schedule, controllers, digests, lineage) are compared between bundles.
     """
     from shiftbook.checkpoint.difference import compare_states
     from shiftbook.checkpoint.stored_state import open_stored_state
@@ -217,9 +227,9 @@ def diff_command(context: click.Context, a: Path, b: Path, part: str, format_: F
         one, other = (
             open_stored_state(find_bundle(p) if latest_bundle(p) else p, part=part) for p in (a, b)
         )
-        found = list(compare_states(one, other))
+        found = list(compare_states(one, other, ignored=ignored))
     emit(
-        ((d.part, d.tensor, d.what, d.a, d.b, d.differing, d.elements) for d in found),
+        ((d.part, d.name, d.what, d.a, d.b, d.differing, d.elements) for d in found),
         DIFF_COLUMNS,
         format_,
     )

@@ -57,6 +57,8 @@ class StoredState:
     """What holds it, but for bundles, whose manifest says so."""
     not_tensors: tuple[str, ...] = ()
     """Names of what else a DCP folder holds; it is left aside."""
+    manifest: BundleManifest | None = None
+    """Of a bundle."""
 
 
 def open_stored_state(path: str | os.PathLike[str], *, part: str = "policy") -> StoredState:
@@ -102,7 +104,7 @@ def _bundle(folder: Path) -> StoredState:
             tensor: StoredTensor(entry.dtype, entry.shape, readers[tensor].read, entry.fingerprint)
             for tensor, entry in record.tensors.items()
         }
-    return StoredState(folder, "bundle", parts, ())
+    return StoredState(folder, "bundle", parts, (), manifest=manifest)
 
 
 def part_readers(folder: Path, name: str, record: PartRecord) -> dict[str, StoredTensor]:
