@@ -84,7 +84,7 @@ def _compare_manifests(
     for part in sorted(set(a.parts) & set(b.parts)):
         kinds = a.parts[part].kind, b.parts[part].kind
         if kinds[0] != kinds[1]:
-            yield Difference(part, "", "value", *(f"kind {kind}" for kind in kinds))
+            yield Difference(part, "", "value", f"kind {kinds[0]}", f"kind {kinds[1]}")
 
 
 def _values(manifest: BundleManifest, field: str) -> dict[str, str]:
