@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.serialization import get_crc32_options, set_crc32_options
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed
@@ -35,6 +33,7 @@ from shiftbook.checkpoint.manifest import (
     sha256_ranges,
 )
 from shiftbook.checkpoint.restore import restore_bundle
+from shiftbook.checkpoint.saver_settings import without_checksums, without_group_warning
 from shiftbook.checkpoint.shared_parts import external_part, record_tensor, store_shared
 from shiftbook.checkpoint.shelf import (
     SavedBundle,
@@ -58,8 +57,6 @@ __all__ = [
 
 Parts = Mapping[str, Mapping[str, Tensor]]
 _THREADS = 4  # they wait for the disk or hash without the interpreter lock
-FIELD_PARTS = ("rng", "sampler", "scheduler", "controllers")
-"""Parts of the state that stand in the manifest itself."""
 _PART_NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
 
 
@@ -76,9 +73,9 @@ def save_bundle(
 
     `kinds` says what a part is where its name does not. `external` names parts that stand in
     files which bundles share (see `external_part`) and are not written again. `declared` says which
-    parts a bundle of this job has, those of `FIELD_PARTS` included: then none is left out, or
-    added, by accident. Fingerprints are
-    taken from the tensors as they are during the call, not from the files. The caller is the only
+    parts a bundle of this job has, those of `manifest.FIELD_PARTS` included: then none is left out,
+    or added, by accident. Fingerprints are taken from the tensors as they are during the call, not
+    from the files. The caller is the only
     process that saves this state. Raises BundleWriteFailed when the disk refuses; then nothing
     of the bundle is left and earlier ones stand.
     """
@@ -201,17 +198,9 @@ def _manifest(
 
 def _save_tensors(folder: Path, state: dict[str, Any]) -> Metadata:
     """One distributed-checkpoint save by one saver; syncing is left to the caller."""
-    checksums = get_crc32_options()
-    # No CRC-32 within the file: SHA-256 and the fingerprints say more about the same bytes.
-    set_crc32_options(False)
-    with warnings.catch_warnings():
-        # It warns that no process group exists, which no_dist=True says on purpose.
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=1)
-        try:
-            index: Metadata = dcp.save(state, storage_writer=writer, no_dist=True)
-        finally:
-            set_crc32_options(checksums)
+    writer = dcp.FileSystemWriter(folder, sync_files=False, thread_count=1)
+    with without_checksums(), without_group_warning():
+        index: Metadata = dcp.save(state, storage_writer=writer, no_dist=True)
     return index
 
 
@@ -238,7 +227,7 @@ def check_declared(
     """Raise BundleError where a declared part is absent, or another one is there."""
     if declared is None:
         return
-    found = {*parts, *(name for name in FIELD_PARTS if getattr(fields, name))}
+    found = {*parts, *fields.given()}
     absent, further = sorted(set(declared) - found), sorted(found - set(declared))
     if absent or further:
         raise BundleError(

@@ -180,20 +180,33 @@ def register(
     "--golden",
     multiple=True,
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A golden trace; bundles that it names stay.",
+    help="A golden trace; bundles that it names stay. Once for each.",
 )
+@click.option("--no-golden", is_flag=True, help="No golden trace needs any of these bundles.")
 @ledger_option
-def retain_command(folder: Path, keep: int, golden: tuple[Path, ...], ledger_url: str) -> None:
+def retain_command(
+    folder: Path, keep: int, golden: tuple[Path, ...], no_golden: bool, ledger_url: str
+) -> None:
     """Delete all bundles in FOLDER but the newest and those that are needed.
 
     Needed is what an attempt began from or restored, in its own job or in a fork, the bundle that
     an open job would go on from, what a golden trace names, and all of jobs that the ledger does
-    not know. Prints what was deleted.
+    not know. No ledger knows of golden traces, so name each with --golden, or say with --no-golden
+    that there is none. The newest bundles are read first: one that is damaged stays, is named on
+    stderr, and does not count. Prints what was deleted.
     """
     from shiftbook.checkpoint.retention import retain_needed
 
+    def tell(error: BundleError) -> None:
+        click.echo(f"kept, not counted: {error}", err=True)
+
+    if bool(golden) == no_golden:
+        raise click.UsageError(
+            "expected either --golden FILE for each golden trace or --no-golden, found "
+            f"{'both' if no_golden else 'neither'}; a bundle that a trace needs is gone for good"
+        )
     with open_book(ledger_url) as ledger:
-        for path in retain_needed(folder, keep, ledger, golden=golden):
+        for path in retain_needed(folder, keep, ledger, golden=golden, on_damaged=tell):
             click.echo(str(path))
 
 
@@ -203,12 +216,22 @@ def retain_command(folder: Path, keep: int, golden: tuple[Path, ...], ledger_url
 @click.option(
     "--part", default="policy", show_default=True, help="Name of the one part of a foreign state."
 )
+@click.option(
+    "--ignore",
+    "ignored",
+    multiple=True,
+    metavar="FIELD",
+    help="A field of the bundles that may differ, such as job or attempt; once for each.",
+)
 @format_option()
 @click.pass_context
-def diff_command(context: click.Context, a: Path, b: Path, part: str, format_: Format) -> None:
-    """Say how the states at A and B differ: parts, tensors, elements; exit 1 when they do.
+def diff_command(
+    context: click.Context, a: Path, b: Path, part: str, ignored: tuple[str, ...], format_: Format
+) -> None:
+    """Say how the states at A and B differ: fields, tensors, elements; exit 1 when they do.
 
-    Each is a bundle, a folder of bundles (its latest one), or what `register` takes.
+    Each is a bundle, a folder of bundles (its latest one), or what `register` takes. Fields
+    (generators, sampler, schedule, controllers, digests, lineage) are compared between bundles.
     """
     from shiftbook.checkpoint.difference import compare_states
     from shiftbook.checkpoint.stored_state import open_stored_state
@@ -217,9 +240,9 @@ def diff_command(context: click.Context, a: Path, b: Path, part: str, format_: F
         one, other = (
             open_stored_state(find_bundle(p) if latest_bundle(p) else p, part=part) for p in (a, b)
         )
-        found = list(compare_states(one, other))
+        found = list(compare_states(one, other, ignored=ignored))
     emit(
-        ((d.part, d.tensor, d.what, d.a, d.b, d.differing, d.elements) for d in found),
+        ((d.part, d.name, d.what, d.a, d.b, d.differing, d.elements) for d in found),
         DIFF_COLUMNS,
         format_,
     )
@@ -237,7 +260,7 @@ def _summary(manifest: BundleManifest) -> str:
     if manifest.sampler is not None:
         lines.append(
             f"sampler at epoch {manifest.sampler.epoch}, {manifest.sampler.position} samples in; "
-            f"{len(manifest.in_flight_uids)} uids in flight"
+            f"{len(manifest.in_flight_uids or ())} uids in flight"
         )
     for name, part in manifest.parts.items():
         shared = ", shared file" if part.external else ""

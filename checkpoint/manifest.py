@@ -21,6 +21,18 @@ INDEX_FILE = f"{STATE_FOLDER}/.metadata"
 INDEX_OWNER = "index of the saved tensors"
 FORMAT: Final = "shiftbook-bundle-v1"
 _READ_BYTES = 1 << 20
+FIELD_PARTS = (
+    "rng",
+    "sampler",
+    "in_flight_uids",
+    "scheduler",
+    "scaler",
+    "controllers",
+    "config_digest",
+    "data_digest",
+    "parent",
+)
+"""Parts of the state that stand in the manifest itself, and that a job may declare."""
 
 
 class _Record(BaseModel):
@@ -107,14 +119,24 @@ class BundleFields(_Record):
     rng: dict[str, HexBytes] = Field(default_factory=dict)
     """State of each named owner's generator."""
     sampler: SamplerCursor | None = None
-    in_flight_uids: tuple[str, ...] = ()
-    """Uids drawn and not yet consumed."""
+    in_flight_uids: tuple[str, ...] | None = None
+    """Uids drawn and not yet consumed; an empty buffer is one, None is a job that keeps none."""
     config_digest: Sha256 | None = None
+    """Of what the job was configured to do; what it digests is the job's to say."""
     data_digest: Sha256 | None = None
+    """Of the data set that the sampler's position counts in."""
     scheduler: dict[str, float] = Field(default_factory=dict)
     """Learning-rate schedule, such as `step` and `learning_rate`."""
+    scaler: dict[str, float] | None = None
+    """Loss scaling, as `torch.amp.GradScaler.state_dict()` gives it."""
     controllers: dict[str, float] = Field(default_factory=dict)
-    """Values that a controller moves, such as `kl_coefficient`."""
+    """Values that a controller moves, such as `kl_coefficient`, and what normalisers hold."""
+
+    def given(self) -> set[str]:
+        """Names of the parts of the state that stand in these fields: those of FIELD_PARTS that
+        are not None and not an empty mapping."""
+        values = {name: getattr(self, name) for name in FIELD_PARTS}
+        return {name for name, value in values.items() if value is not None and value != {}}
 
 
 class BundleManifest(BundleFields):
@@ -218,11 +240,11 @@ def check_files(path: str | os.PathLike[str], *, content: bool = True) -> Bundle
     """
     folder = Path(path)
     manifest = load_manifest(folder)
+    check_sizes(folder, manifest)
     for name, part in manifest.parts.items():
         check_part(folder, name, part, manifest.files, content=content)
     for relative, record in manifest.files.items():
         owner = _owner(relative, manifest)
-        check_size(folder / relative, record.bytes, folder, owner)
         if content and record.sha256 is not None:
             found = sha256_ranges(folder, (FileRange(file=relative, offset=0, bytes=record.bytes),))
             if found != record.sha256:
@@ -230,13 +252,36 @@ def check_files(path: str | os.PathLike[str], *, content: bool = True) -> Bundle
     return manifest
 
 
+def check_sizes(folder: Path, manifest: BundleManifest) -> None:
+    """Check that the bundle's own files are there and whole.
+
+    Of a file that is cut off it names those parts whose bytes are gone, of another one all that
+    have bytes in it.
+    """
+    for relative, record in manifest.files.items():
+        ends = {
+            name: max(piece.offset + piece.bytes for piece in part.ranges if piece.file == relative)
+            for name, part in manifest.parts.items()
+            if any(piece.file == relative for piece in part.ranges)
+        }
+        try:
+            found_bytes = (folder / relative).stat().st_size
+        except OSError:
+            found_bytes = record.bytes  # check_size says that it is not there
+        torn = [name for name, end in ends.items() if found_bytes < end]
+        named = ", ".join(torn or ends) or INDEX_OWNER
+        check_size(folder / relative, record.bytes, folder, named)
+
+
 def check_part(
     folder: Path, name: str, part: PartRecord, files: dict[str, FileRecord], *, content: bool = True
 ) -> None:
-    """The same for the bytes of one part."""
+    """The same for the bytes of one part; what others have in its files is not looked at."""
     for piece in part.ranges:
-        size = files[piece.file].bytes if piece.file in files else piece.offset + piece.bytes
-        check_size(folder / piece.file, size, folder, name)
+        end = piece.offset + piece.bytes
+        # A file of the bundle may be cut off, or go on, beyond this part's bytes.
+        own = piece.file in files
+        check_size(folder / piece.file, end, folder, name, at_least=own)
     if content:
         found = sha256_ranges(folder, part.ranges)
         if found != part.sha256:
@@ -244,8 +289,11 @@ def check_part(
             raise _damaged(folder, name, named, part.sha256, found)
 
 
-def check_size(file: Path, expected_bytes: int, folder: Path, part: str) -> None:
-    """Raise PartMissing or PartDamaged when a file is not there or has another length."""
+def check_size(
+    file: Path, expected_bytes: int, folder: Path, part: str, *, at_least: bool = False
+) -> None:
+    """Raise PartMissing or PartDamaged when a file is not there or has another length (or, with
+    `at_least`, a smaller one)."""
     try:
         found_bytes = file.stat().st_size
     except OSError as error:
@@ -255,10 +303,11 @@ def check_size(file: Path, expected_bytes: int, folder: Path, part: str) -> None
             path=str(folder),
             part=part,
         ) from error
-    if found_bytes != expected_bytes:
+    if found_bytes < expected_bytes or (found_bytes > expected_bytes and not at_least):
         raise PartDamaged(
-            f"{folder}: part {part}: expected {file.name} of {expected_bytes} bytes, found "
-            f"{found_bytes}; the file is torn or another's: use an earlier bundle",
+            f"{folder}: part {part}: expected {file.name} of {expected_bytes} bytes"
+            f"{' or more' if at_least else ''}, found {found_bytes}; the file is torn or "
+            "another's: use an earlier bundle",
             path=str(folder),
             part=part,
         )

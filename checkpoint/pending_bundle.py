@@ -1,19 +1,25 @@
-"""A save that goes on while training does: the state of the call, written by another thread."""
+"""Saves that go on while training does: the state of the call, written by another thread."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from concurrent.futures import Future
-from threading import Thread
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Lock, Thread
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor
 
 from shiftbook.checkpoint.bundle import Parts, bundle_fields, save_bundle
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
+from shiftbook.checkpoint.group_agreement import on_all
 from shiftbook.checkpoint.manifest import BundleFields
+from shiftbook.checkpoint.sharded_bundle import describe, flat, write_described
+from shiftbook.checkpoint.shards import local_fingerprints
 from shiftbook.checkpoint.shelf import SavedBundle
 
 
@@ -55,17 +61,86 @@ def save_bundle_async(
         try:
             for part, members in copied.items():
                 if fingerprint_tensors(members) != live[part]:
-                    raise BundleError(
-                        f"part {part}: expected the tensors of the call, found a copy that was "
-                        "written into while it was made; save between updates",
-                        part=part,
-                    )
+                    raise _torn(part)
             future.set_result(save_bundle(root_dir, checked, copied, **how))
         except BaseException as error:
             future.set_exception(error)
 
     Thread(target=save, name="bundle-save", daemon=False).start()
     return PendingBundle(future)
+
+
+def save_sharded_async(
+    root_dir: str | os.PathLike[str],
+    fields: BundleFields | Mapping[str, Any],
+    parts: Parts,
+    *,
+    group: dist.ProcessGroup | None = None,
+    **how: Any,
+) -> PendingBundle:
+    """`save_sharded` (`how` are its other parameters) that returns when the shards are copied.
+
+    All processes of the group call it. It takes the fingerprints of the live tensors together and
+    copies this process's share to host memory; what is unfit is raised here, on every process. The
+    rest happens in the background on a gloo group of its own, which the first call makes, so that
+    it meets no collective of training; saves of one group are written one after the other. Each
+    process waits for its `result` before it leaves the group.
+    """
+    described = describe(fields, parts, group=group, **how)
+    copied: dict[str, dict[str, Tensor]] = {}
+
+    def copy() -> None:
+        copied.update({part: _copied(members) for part, members in parts.items()})
+
+    on_all(copy, group)
+    writer = _writer_of(group)
+
+    def check() -> None:
+        for name, found in local_fingerprints(flat(copied), writer.group).items():
+            if found != described.own[name]:
+                raise _torn(name.partition("/")[0])
+
+    def save() -> SavedBundle:
+        on_all(check, writer.group)
+        return write_described(root_dir, described, copied, writer.group)
+
+    return PendingBundle(writer.thread.submit(save))
+
+
+@dataclass(frozen=True)
+class _Writer:
+    """What writes in the background for the processes of one group, a save at a time."""
+
+    group: dist.ProcessGroup | None
+    """Of the same processes; nobody else uses it."""
+    thread: ThreadPoolExecutor
+
+
+# One thread for each group: two saves whose collectives interleave would wait for each other.
+_writers: WeakKeyDictionary[dist.ProcessGroup, _Writer] = WeakKeyDictionary()
+_making = Lock()
+
+
+def _writer_of(group: dist.ProcessGroup | None) -> _Writer:
+    """Made by all processes of the group at its first save in the background."""
+    if not dist.is_initialized():
+        return _Writer(None, ThreadPoolExecutor(1, "bundle-save"))
+    training = group if group is not None else dist.group.WORLD
+    assert training is not None
+    with _making:
+        if training not in _writers:
+            ranks = dist.get_process_group_ranks(training)
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            _writers[training] = _Writer(own, ThreadPoolExecutor(1, "bundle-save"))
+        return _writers[training]
+
+
+def _torn(part: str) -> BundleError:
+    return BundleError(
+        f"part {part}: expected the tensors of the call, found a copy that was written into while "
+        "it was made; save between updates",
+        part=part,
+    )
 
 
 def _copied(members: Mapping[str, Tensor]) -> dict[str, Tensor]:

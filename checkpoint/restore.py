@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shiftbook.checkpoint.compare import FingerprintMap
@@ -27,6 +27,7 @@ from shiftbook.checkpoint.manifest import (
     load_manifest,
     sha256_ranges,
 )
+from shiftbook.checkpoint.saver_settings import without_group_warning
 from shiftbook.checkpoint.stored_state import part_readers
 
 
@@ -73,10 +74,9 @@ def _read_saved(
         for name, record in manifest.parts[part].tensors.items()
     }
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with without_group_warning():
             dcp.load(state, storage_reader=reader, no_dist=True)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # it is no Exception
         raise _refusal(
             PartDamaged, folder, ", ".join(parts), f"the saved tensors cannot be read ({error})"
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from shiftbook.checkpoint.errors import BundleError
@@ -63,6 +63,7 @@ def retain_needed(
     *,
     golden: Iterable[Path] = (),
     protected: Collection[str] = (),
+    on_damaged: Callable[[BundleError], object] = lambda error: None,
 ) -> list[Path]:
     """`retain`, which never deletes what the ledger's lineage or a golden trace needs.
 
@@ -83,4 +84,4 @@ def retain_needed(
     for bundle in saved:
         if bundle.path.resolve() in places or bundle.manifest.job not in jobs:
             needed.add(bundle.bundle_id)
-    return retain(root_dir, keep, protected=needed)
+    return retain(root_dir, keep, protected=needed, on_damaged=on_damaged)

@@ -60,7 +60,16 @@ def distributed_fingerprints(
     travel. Raises FingerprintError on every rank when the ranks hold other names, dtypes or
     shapes, or when their shards leave a gap (a mesh that is larger than the group).
     """
-    first = dist.get_rank(group) == 0
+    parts = local_fingerprints(tensors, group, threads=threads)
+    _agree_on_names(parts, group)
+    return {name: part.hex for name, part in join_over_ranks(parts, group).items()}
+
+
+def local_fingerprints(
+    tensors: Mapping[str, Any], group: dist.ProcessGroup | None = None, *, threads: int = 1
+) -> dict[str, Fingerprint]:
+    """This rank's parts of the fingerprints, sorted by name; nothing travels."""
+    first = not dist.is_initialized() or dist.get_rank(group) == 0
     parts: dict[str, Fingerprint] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -71,14 +80,15 @@ def distributed_fingerprints(
         else:
             dtype = str(tensor.dtype).removeprefix("torch.")
             parts[name] = Fingerprint.empty(dtype, tuple(tensor.shape))
-    _agree_on_names(parts, group)
-    return {name: part.hex for name, part in join_over_ranks(parts, group).items()}
+    return parts
 
 
 def join_over_ranks(
     parts: Mapping[str, Fingerprint], group: dist.ProcessGroup | None = None
 ) -> dict[str, Fingerprint]:
     """Adds the parts of all ranks, which have the same names in the same order."""
+    if not dist.is_initialized():
+        return dict(parts)
     table = torch.tensor(
         [[_signed(n) for n in (*part.sums, part.cover)] for part in parts.values()],
         dtype=torch.int64,

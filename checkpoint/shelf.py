@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,25 +55,51 @@ def latest_bundle(root_dir: str | os.PathLike[str]) -> SavedBundle | None:
 
 
 def retain(
-    root_dir: str | os.PathLike[str], keep: int, *, protected: Collection[str] = ()
+    root_dir: str | os.PathLike[str],
+    keep: int,
+    *,
+    protected: Collection[str] = (),
+    on_damaged: Callable[[BundleError], object] = lambda error: None,
 ) -> list[Path]:
     """Delete all complete bundles but the newest `keep`; returns what was deleted, oldest first.
 
-    `protected` holds bundle ids that stay in any case (lineage, golden traces). The newest
-    complete bundle always stays; folders that are no complete bundle are not touched. Each is
-    renamed before its files go, so a killed call leaves no half-deleted bundle behind.
+    The bytes of those that are kept are read and compared with their SHA-256 first: one that is
+    damaged stays, but does not count, so that it pushes out no good one; `on_damaged` is told of
+    it. `protected` holds bundle ids that stay in any case (lineage, golden traces). Folders that
+    are no complete bundle are not touched. Each is renamed before its files go, so a killed call
+    leaves no half-deleted bundle behind.
     """
     if keep < 1:
         raise BundleError(f"expected to keep at least 1 bundle, found {keep}", path=str(root_dir))
     deleted = []
     with shelf_lock(root_dir) as root:
-        for bundle in list_bundles(root)[:-keep]:
+        for bundle in _before_the_newest(keep, list_bundles(root), on_damaged):
             if bundle.bundle_id not in protected:
                 leaving = root / f"{_LEAVING_PREFIX}{bundle.path.name}"
                 bundle.path.rename(leaving)
                 shutil.rmtree(leaving)
                 deleted.append(bundle.path)
     return deleted
+
+
+def _before_the_newest(
+    keep: int, bundles: list[SavedBundle], on_damaged: Callable[[BundleError], object]
+) -> list[SavedBundle]:
+    """The bundles that are older than the newest `keep` good ones, oldest first."""
+    good = 0
+    for position in reversed(range(len(bundles))):
+        path = bundles[position].path
+        try:
+            check_files(path)
+            good += 1
+        except BundleError as error:
+            on_damaged(error)
+        except OSError as error:  # one that may not be read cannot be relied on
+            said = f"{path}: cannot be read ({error.strerror}); mend its permissions"
+            on_damaged(BundleError(said, path=str(path)))
+        if good == keep:
+            return bundles[:position]
+    return []
 
 
 def withdraw(bundle: SavedBundle) -> None:

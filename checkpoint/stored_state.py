@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shiftbook.checkpoint.errors import BundleError, PartDamaged, PartMissing
@@ -28,6 +28,7 @@ from shiftbook.checkpoint.manifest import (
     PartRecord,
     check_files,
 )
+from shiftbook.checkpoint.saver_settings import without_group_warning
 
 DCP_INDEX = ".metadata"
 HF_INDEX = "model.safetensors.index.json"
@@ -57,6 +58,8 @@ class StoredState:
     """What holds it, but for bundles, whose manifest says so."""
     not_tensors: tuple[str, ...] = ()
     """Names of what else a DCP folder holds; it is left aside."""
+    manifest: BundleManifest | None = None
+    """Of a bundle."""
 
 
 def open_stored_state(path: str | os.PathLike[str], *, part: str = "policy") -> StoredState:
@@ -102,7 +105,7 @@ def _bundle(folder: Path) -> StoredState:
             tensor: StoredTensor(entry.dtype, entry.shape, readers[tensor].read, entry.fingerprint)
             for tensor, entry in record.tensors.items()
         }
-    return StoredState(folder, "bundle", parts, ())
+    return StoredState(folder, "bundle", parts, (), manifest=manifest)
 
 
 def part_readers(folder: Path, name: str, record: PartRecord) -> dict[str, StoredTensor]:
@@ -148,11 +151,9 @@ def _dcp_reader(
     def read() -> Tensor:
         state = {key: torch.empty(shape, dtype=dtype)}
         try:
-            with warnings.catch_warnings():
-                # It warns that no process group exists, which no_dist=True says on purpose.
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with without_group_warning():
                 dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-        except Exception as error:  # what torch raises depends on what is broken
+        except (Exception, CheckpointException) as error:  # the second is no Exception
             raise _damaged(folder, part, f"{key} cannot be read ({error})") from error
         return state[key]
 

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from shiftbook.checkpoint.sampler import HASH_SORT
 from shiftbook.jobs.engine_types import Caches
 from shiftbook.jobs.engines import EngineName
+from shiftbook.ledger import canonical
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
@@ -88,8 +89,19 @@ DATASET_SIZE = 4096
 Schedule = Literal["dynamic", "static", "timeshared"]
 SyncEncoding = Literal["full", "patch"]
 
-BUNDLE_PARTS = ("model", "masters", "optimizer", "reference", "sampler", "scheduler")
-"""What a bundle of this job holds: no save leaves one out, or adds one, by accident."""
+BUNDLE_PARTS = (
+    "model",
+    "masters",
+    "optimizer",
+    "reference",
+    "sampler",
+    "in_flight_uids",
+    "scheduler",
+    "config_digest",
+    "data_digest",
+)
+"""What a bundle of this job holds: no save leaves one out, or adds one, by accident. All but the
+first one also have a parent."""
 
 
 class JobConfig(BaseModel):
@@ -202,6 +214,16 @@ def plan_of(config: JobConfig) -> Plan:
             **({} if config.reduction == "tree" else {"replay": UNORDERED_TOLERANCE}),
         },
     )
+
+
+def bundle_digests(config: JobConfig) -> dict[str, str]:
+    """The fields of a bundle that say which plan and which data its state belongs to."""
+    plan = plan_of(config)
+    text = canonical.encode(plan.model_dump(mode="json"))
+    return {
+        "config_digest": hashlib.sha256(text).hexdigest(),
+        "data_digest": plan.data.dataset_digest,
+    }
 
 
 def gives_bits(config: JobConfig) -> bool:

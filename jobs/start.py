@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftbook.checkpoint.bundle import external_part, save_bundle
-from shiftbook.jobs.config import BUNDLE_PARTS, JobConfig
+from shiftbook.jobs.config import BUNDLE_PARTS, JobConfig, bundle_digests
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.ledger import Ledger
 
@@ -60,6 +60,8 @@ def first_bundle(config: JobConfig, attempt: str) -> dict[str, Any]:
             "iteration": 0,
             "policy_version": 0,
             "sampler": {"epoch": 0, "position": 0},
+            "in_flight_uids": (),
+            **bundle_digests(config),
             "scheduler": {"step": 0},
         },
         {

@@ -293,7 +293,7 @@ class TrainerWorker:
             fields,
             state.parts(),
             external={"reference": self._reference},
-            declared=BUNDLE_PARTS,
+            declared=(*BUNDLE_PARTS, "parent"),
         )
         return {
             "bundle": saved.bundle_id,

@@ -7,7 +7,7 @@ from typing import Any
 
 from shiftbook.checkpoint.sampler import Sampler
 from shiftbook.jobs.care import Care
-from shiftbook.jobs.config import DATASET_SIZE, JobConfig
+from shiftbook.jobs.config import DATASET_SIZE, JobConfig, bundle_digests
 from shiftbook.jobs.desk import Desk
 from shiftbook.jobs.iteration import Iteration
 from shiftbook.jobs.right_of_way import RightOfWay
@@ -37,6 +37,7 @@ class Updater:
     ) -> None:
         self._config, self._fleet, self._sampler = config, fleet, sampler
         self._standing, self._desk, self._way, self._care = standing, desk, way, care
+        self._digests = bundle_digests(config)
 
     def update(self, iteration: Iteration) -> Reports:
         """Wait for all groups, then update, on every rank at once."""
@@ -80,6 +81,8 @@ class Updater:
             "parent": self._standing.bundle,
             "iteration": iteration.number + 1,
             "sampler": {"epoch": epoch, "position": position},
+            "in_flight_uids": (),  # the next draws are made when this version is served
+            **self._digests,
         }
         place = {"root_dir": self._config.bundles, "fields": fields}
         saved = self._fleet.each(ranks[:1], "call", grant, "save", place)[ranks[0]]

@@ -20,7 +20,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from shiftbook.checkpoint import pending_bundle
 from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.pending_bundle import save_sharded_async
 from shiftbook.checkpoint.sharded_bundle import restore_into, save_sharded
 from shiftbook.checkpoint.shards import distributed_fingerprints
 from tests.checkpoint.bundle_states import fields
@@ -57,16 +59,58 @@ def die(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def save_in_the_background(rank: int, shelf: str, sharded: torch.nn.Module) -> dict[str, Any]:
+    """Three saves under way at once, and the model trained meanwhile; then those that fail."""
+    batch = torch.ones(2, 6, dtype=torch.float64)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    pending, expected = [], []
+    for number in (1, 2, 3):
+        parts = parts_of(sharded, float(number))
+        flat = {f"{p}/{n}": t for p, members in parts.items() for n, t in members.items()}
+        expected.append(distributed_fingerprints(flat))
+        own = {f"rank/{rank}": f"0{number}"}
+        pending.append(save_sharded_async(shelf, fields(number, rng=own), parts))
+        sharded(batch).square().sum().backward()
+        optimizer.step()
+        parts["counts"]["steps"].zero_()
+    saved = [one.result(120) for one in pending]
+    parts = parts_of(sharded, 4.0)
+    unfit = fields(-1 if rank == 1 else 4)
+    answer = {
+        "paths": [str(one.path) for one in saved],
+        "expected": expected,
+        "rng": saved[-1].manifest.rng,
+        "done": [one.done for one in pending],
+        "unfit": refusal(save_sharded_async, shelf, unfit, parts),
+        "blocked": refusal(
+            save_sharded_async(Path(shelf) / "file" / "shelf", fields(4), parts).result
+        ),
+    }
+    copied = pending_bundle._copied
+
+    def torn(members: Any) -> Any:
+        copies = copied(members)
+        for tensor in copies.values():
+            tensor += 1
+        return copies
+
+    if rank == 1:
+        pending_bundle._copied = torn
+    answer["torn"] = refusal(save_sharded_async(shelf, fields(4), parts).result, 120)
+    return answer
+
+
 def main() -> None:
     """`save` by 2 processes under FSDP2, or `load` by 4 under tensor parallel and FSDP2.
 
     `killed` saves once, and then again while one process is killed as it begins to write.
+    `background` saves while training goes on.
     """
     act, rank, world, store, shelf = sys.argv[1], *map(int, sys.argv[2:4]), *sys.argv[4:6]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
     answer: dict[str, Any] = {}
-    if act in ("save", "killed"):
+    if act in ("save", "killed", "background"):
         sharded = model(11)
         fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
         parts = parts_of(sharded, 3.0)
@@ -77,6 +121,8 @@ def main() -> None:
         answer["said"] = refusal(save_sharded, shelf, fields(2), parts)
         print(json.dumps(answer))
         end_process()  # the group cannot be left in order: one is gone
+    elif act == "background":
+        answer = save_in_the_background(rank, shelf, sharded)
     elif act == "save":
         answer["undeclared"] = refusal(
             save_sharded, shelf, fields(1), parts, declared=["model", "optimizer"]

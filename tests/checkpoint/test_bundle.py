@@ -199,15 +199,20 @@ def test_parts_that_are_whole_can_be_restored_beside_a_damaged_one(saved: SavedB
 
 
 def test_torn_and_absent_files_are_refused(saved: SavedBundle) -> None:
+    last = max(
+        saved.manifest.parts,
+        key=lambda name: max(p.offset + p.bytes for p in saved.manifest.parts[name].ranges),
+    )
     for relative in (DATA, "state/.metadata", MANIFEST_NAME):
         file = saved.path / relative
         good = file.read_bytes()
         for cut in (0, len(good) // 2, len(good) - 1):
             file.write_bytes(good[:cut])
-            with pytest.raises((PartDamaged, ManifestInvalid)):
-                restore_bundle(saved.path)
-            with pytest.raises((PartDamaged, ManifestInvalid)):
-                check_files(saved.path)
+            for act in (restore_bundle, check_files):
+                with pytest.raises((PartDamaged, ManifestInvalid)) as caught:
+                    act(saved.path)
+                if relative == DATA and cut == len(good) - 1:
+                    assert caught.value.part == last
             assert latest_bundle(saved.path.parent) is None
         file.unlink()
         with pytest.raises((PartMissing, ManifestInvalid), match="expected"):
@@ -219,6 +224,38 @@ def test_torn_and_absent_files_are_refused(saved: SavedBundle) -> None:
     for act in (check_files, restore_bundle):
         with pytest.raises(PartDamaged, match="index of the saved tensors"):
             act(saved.path)
+
+
+def test_a_file_that_is_cut_off_names_the_parts_that_lost_bytes(tmp_path: Path) -> None:
+    """The end of the file is cut off, further and further back: the parts that stand there are
+    named, and no others; a part before the cut can still be restored by itself."""
+    saved = save_bundle(tmp_path, fields(3), state(3) | {"zlast": {"w": torch.randn(40)}})
+    file = saved.path / DATA
+    good = file.read_bytes()
+    ends = {
+        name: max(piece.offset + piece.bytes for piece in part.ranges)
+        for name, part in saved.manifest.parts.items()
+    }
+    assert ends["zlast"] == len(good)
+    for kept in (*(end - 1 for end in ends.values()), len(good) - 100, 0):
+        file.write_bytes(good[:kept])
+        torn = sorted(name for name, end in ends.items() if kept < end)
+        with pytest.raises(PartDamaged) as caught:
+            check_files(saved.path)
+        assert caught.value.part == ", ".join(torn)
+        assert f"part {', '.join(torn)}: expected {file.name} of {len(good)}" in str(caught.value)
+        with pytest.raises(PartDamaged) as caught:
+            restore_bundle(saved.path)
+        assert caught.value.part == torn[0]
+        whole = [name for name in ends if name not in torn]
+        assert set(restore_bundle(saved.path, whole)) == set(whole)
+    file.write_bytes(good + b"more")
+    with pytest.raises(PartDamaged, match="part buffer, masters, model, optimizer, zlast"):
+        check_files(saved.path)
+    assert set(restore_bundle(saved.path, ["zlast"])) == {"zlast"}
+    file.unlink()
+    with pytest.raises(PartMissing, match="part buffer, masters, model, optimizer, zlast"):
+        check_files(saved.path)
 
 
 def test_a_file_of_another_step_is_refused(tmp_path: Path, saved: SavedBundle) -> None:

@@ -1,8 +1,9 @@
 """A saver that dies or finds the disk full leaves the earlier bundles and nothing half-made.
 
 Method: `crashing_saver.py` forks savers that SIGKILL themselves right before each of their acts on
-the folder in turn, and saves under a file size limit; fsync is made to fail in this process; a
-second saver waits for the first one's lock.
+the folder in turn, and saves under a file size limit; `full_disk.py` saves, alone and by two
+processes, on a file system of a few MB that is mounted for it; fsync is made to fail in this
+process; a second saver waits for the first one's lock.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -66,6 +68,36 @@ def test_a_full_disk_gives_a_clear_error_and_leaves_nothing(tmp_path: Path) -> N
         assert line["latest_is_good"]
         assert len([name for name in line["names"] if name.startswith("bundle-")]) == 1
         assert not [name for name in line["names"] if name.startswith(".incoming")]
+
+
+def test_a_disk_without_space_is_said_by_every_process_and_leaves_nothing(tmp_path: Path) -> None:
+    """ENOSPC of a real file system: the bundle before stands, and the next small one fits."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=6m none {disk} && exec "$@"'
+    inside = ("unshare", "-rm", "sh", "-c", mount, "sh", sys.executable)
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    probe = subprocess.run([*inside, "-c", "pass"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"this user may not mount: {probe.stderr.strip()}")
+    done = subprocess.run(
+        [*inside, "-W", "ignore", "-m", "tests.checkpoint.full_disk", str(disk)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    alone, sharded, after = (json.loads(line) for line in done.stdout.splitlines())
+    assert [len(step["said"]) for step in (alone, sharded, after)] == [1, 2, 0]
+    for words in (*alone["said"], *sharded["said"]):
+        assert "could not write the bundle" in words
+        assert "No space left on device" in words
+        assert "free some space" in words
+    assert [step["latest"] for step in (alone, sharded, after)] == [1, 1, 4]
+    assert [step["left"] for step in (alone, sharded, after)] == [[], [], []]
 
 
 @pytest.mark.parametrize("nth", range(1, 7))

@@ -17,7 +17,7 @@ from shiftbook.checkpoint.bundle import save_bundle
 from shiftbook.checkpoint.commands import checkpoint
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.retention import needed_bundles, retain_needed
-from shiftbook.checkpoint.shelf import SavedBundle, list_bundles
+from shiftbook.checkpoint.shelf import SavedBundle, list_bundles, retain
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.topology import Topology
@@ -106,6 +106,55 @@ def test_what_lineage_and_traces_need_stays(tmp_path: Path, shelf: list[SavedBun
     assert retain_needed(folder, 1, ledger) == [shelf[4].path]
     assert left(shelf) == {1, 2, 5}
     ledger.close()
+
+
+def test_the_command_asks_for_golden_traces_or_for_a_word_that_there_are_none(
+    tmp_path: Path, shelf: list[SavedBundle]
+) -> None:
+    """Who forgets the traces is told so, and nothing is deleted."""
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    gate = open_gate(url)
+    gate.open_job(JOB, opened())
+    start(gate, JOB, "a0")
+    gate.ledger.append(JOB, [bundle("a0", 0, one.bundle_id) for one in shelf])
+    gate.ledger.close()
+    trace = tmp_path / "small.golden"
+    trace.write_text(f"base {shelf[3].bundle_id}\n")
+    command = ["retain", str(shelf[0].path.parent), "--keep", "2", "--ledger", url]
+    for words, found in (((), "neither"), (("--golden", str(trace), "--no-golden"), "both")):
+        refused = CliRunner().invoke(checkpoint, [*command, *words])
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert f"found {found}" in refused.stderr
+        assert left(shelf) == set(range(6))
+    assert CliRunner().invoke(checkpoint, [*command, "--golden", str(trace)]).exit_code == 0
+    assert left(shelf) == {3, 4, 5}
+    assert CliRunner().invoke(checkpoint, [*command, "--no-golden"]).exit_code == 0
+    assert left(shelf) == {4, 5}
+
+
+def test_damaged_bundles_push_out_no_good_ones(tmp_path: Path, shelf: list[SavedBundle]) -> None:
+    """One bit of the newest is flipped: it stays, and so do as many good ones as were asked for."""
+    for damaged in (5, 3):
+        file = shelf[damaged].path / "state" / "__0_0.distcp"
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    folder = shelf[0].path.parent
+    assert retain(folder, 5) == []
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    gate = open_gate(url)
+    gate.open_job(JOB, opened())
+    start(gate, JOB, "a0")
+    gate.ledger.append(JOB, [bundle("a0", 0, shelf[k].bundle_id) for k in range(6)])
+    gate.ledger.close()
+    command = ["retain", str(folder), "--keep", "2", "--ledger", url, "--no-golden"]
+    done = CliRunner().invoke(checkpoint, command)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.split() == [str(shelf[0].path), str(shelf[1].path)]
+    for damaged in (5, 3):
+        assert f"kept, not counted: {shelf[damaged].path}: part" in done.stderr
+    assert left(shelf) == {2, 3, 4, 5}
+    assert retain(folder, 1) == [shelf[2].path, shelf[3].path]  # 4 is good
 
 
 def test_a_trace_names_the_bundle_that_its_job_begins_with(

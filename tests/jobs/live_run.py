@@ -20,7 +20,7 @@ import torch.distributed as dist
 from shiftbook.checkpoint.sampler import HASH_SORT, Sampler
 from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 from shiftbook.jobs import trainer as job_trainer
-from shiftbook.jobs.config import DATASET_SIZE, GROUP_SIZE, JobConfig, opened
+from shiftbook.jobs.config import DATASET_SIZE, GROUP_SIZE, JobConfig, bundle_digests, opened
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.grpo import reference_logps
 from shiftbook.jobs.iteration import Iteration
@@ -149,6 +149,8 @@ class LiveRun:
             "parent": self._parent,
             "iteration": number + 1,
             "sampler": {"epoch": epoch, "position": position},
+            "in_flight_uids": (),
+            **bundle_digests(config),
         }
         saved = self._trainer.call("save", {"root_dir": config.bundles, "fields": fields})
         saved["parent"], self._parent = self._parent, saved["bundle"]

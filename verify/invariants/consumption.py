@@ -194,7 +194,7 @@ class NoLoss(Invariant):
             held = set(event.in_flight)
         else:
             try:
-                held = set(load_manifest(Path(event.path)).in_flight_uids)
+                held = set(load_manifest(Path(event.path)).in_flight_uids or ())
             except BundleError:
                 self.missing("the manifest of a bundle saved with open samples cannot be read")
                 return
