@@ -60,7 +60,7 @@ class EventSource(Protocol):
         """(bytes, leaf) of the events of some jobs up to a position that was found sound, and of
         all jobs those that change what jobs share, in order; raises DamagedPages."""
 
-    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+    def split_keys(self) -> Iterator[tuple[str, str, Any, Any, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""
 
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:

@@ -9,14 +9,17 @@ more attacks stand in test_tampering.py.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import Column, LargeBinary, String, Table, Text
+from click.testing import CliRunner
+from sqlalchemy import BigInteger, Column, Integer, LargeBinary, String, Table, Text
 
+from shiftbook.ledger.cli import main
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.publication import FileOutlet
@@ -249,6 +252,62 @@ def test_a_column_of_another_kind(attacked: Attacked, column: Column[object]) ->
     assert refused is None or (attacked.store == "postgresql" and "\n" not in str(refused))
 
 
+WHOLE = [column for column in COLUMNS if isinstance(column.type, Integer | BigInteger)]
+
+
+@pytest.mark.parametrize("kind", ["numeric", "double precision"])
+@pytest.mark.parametrize("column", WHOLE, ids=[f"{c.table.name}.{c.name}" for c in WHOLE])
+def test_whole_numbers_of_another_kind(
+    signed: Signed, tmp_path: Path, column: Column[object], kind: str
+) -> None:
+    """They equal the numbers that they were; in SQLite see ``test_a_number_stored_as_a_real``."""
+    attacked = Attacked("postgresql", signed, tmp_path)
+    attacked.do(f'ALTER TABLE {column.table.name} ALTER COLUMN "{column.name}" TYPE {kind}')
+    found(attacked, column.table, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(kind, value) for kind in ("numeric", "double precision")
+     for value in ("1e30", "'NaN'", "'Infinity'", "'-Infinity'", "70.5")]
+    + [("text", "'abc'"), ("bytea", "'\\x41'")],
+)  # fmt: skip
+def test_a_row_at_no_position_of_a_server(
+    signed: Signed, tmp_path: Path, kind: str, value: str
+) -> None:
+    """With the column's kind changed; nothing but a verdict or one line, and no clean one."""
+    attacked = Attacked("postgresql", signed, tmp_path)
+    using = "convert_to(position::text, 'UTF8')" if kind == "bytea" else f"position::{kind}"
+    attacked.do(
+        f"ALTER TABLE events ALTER COLUMN position TYPE {kind} USING {using}",
+        f"INSERT INTO events SELECT {value}, job, version, type, schema, operation, key, writer, "
+        "sequence, recorded_ns, data, leaf FROM events LIMIT 1",
+    )
+    if kind in ("text", "bytea"):
+        with contextlib.suppress(UnreadableStore):
+            assert attacked.verdict().exit_code == 1
+    else:
+        found(attacked, METADATA.tables["events"], 0)
+    for words in (["log", "--limit", "3"], ["jobs"], ["state"], ["show", "3"]):
+        result = CliRunner().invoke(main, [*words, "--ledger", attacked.url])
+        assert result.exit_code == 2, (words, result.output)
+        assert result.output.count("\n") == 1
+        assert "unexpected" not in result.output
+
+
+@pytest.mark.parametrize("beyond", ["1e30", "'Infinity'", "'-Infinity'", "'NaN'"])
+def test_all_rows_of_a_server_beyond_every_position(
+    signed: Signed, tmp_path: Path, beyond: str
+) -> None:
+    attacked = Attacked("postgresql", signed, tmp_path)
+    attacked.do(
+        "ALTER TABLE events ALTER COLUMN position TYPE numeric",
+        f"UPDATE events SET position = {beyond}",
+    )
+    found(attacked, METADATA.tables["events"], 0)
+    assert any("320 rows too many" in f.found for f in attacked.verdict().findings)
+
+
 # -- rows ------------------------------------------------------------------------------------
 
 
@@ -273,6 +332,9 @@ TREE_ROWS = {
     "node deleted": ("delete from nodes", 0),
     "node duplicated": ("insert into nodes select * from nodes", 0),
     "node inserted": ("insert into nodes select 1, 1, hash from nodes", 256),
+    "node inserted without a hash": ("insert into nodes values (1, 1, null)", 256),
+    "node inserted far away without a hash": (
+        "insert into nodes values (9, 99999999999, null)", 0),
     "node moved": ("update nodes set level = 2", 0),
 }  # fmt: skip
 
