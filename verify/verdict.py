@@ -233,6 +233,7 @@ def _bytes_verdict(
         notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
     could_not = [] if asked else [RANGE_ALONE.format(first=first)]
     events = max(first + report.events, report.sound_until + 1)
+    _end_at_the_last_fitting_head(report, signed)
     if require_signed and events > signed.protected:
         could_not.insert(0, _unsigned(events, signed.protected))
     findings = [*report.findings, *signed.findings]
@@ -264,8 +265,7 @@ def _verdict(
     require_closed: bool = False,
 ) -> Verdict:
     broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
-    if signed.sound is not None and signed.sound <= report.sound_until:
-        report.sound_until, report.head = signed.sound - 1, None
+    _end_at_the_last_fitting_head(report, signed)
     if not broken:
         _refuse_nothing(report, judgement, job)
     required = frozenset[str]().union(*(judged.required for judged in judgement.jobs.values()))
@@ -314,6 +314,12 @@ def _verdict(
         open_operations=judgement.open_operations,
         protected_until=signed.protected - 1,
     )
+
+
+def _end_at_the_last_fitting_head(report: IntegrityReport, signed: HeadReport) -> None:
+    """Call no event sound that stands after the last head that fits, where a later one does not."""
+    if signed.sound is not None and signed.sound <= report.sound_until:
+        report.sound_until, report.head = signed.sound - 1, None
 
 
 def _unsigned(events: int, protected: int) -> str:
