@@ -31,6 +31,7 @@ from shiftbook.ledger.tables import (
     StoredRow,
     one,
     reading,
+    whole,
 )
 from shiftbook.ledger.transaction import KnownHead, Transaction
 
@@ -114,7 +115,8 @@ class Store:
                     f"expected a ledger at {self.dialect.url}, found nothing; check the path"
                 )
             self.dialect.create(self._build)
-        self._ask(self.statements.last)  # it is a ledger, and one that this build knows
+        # It is a ledger, and one that this build knows.
+        whole(self._ask(self.statements.last)[0][0], self.dialect.url)
         if not self.read_only:
             self.dialect.lock()
             try:
@@ -186,7 +188,7 @@ class Store:
     def _verify_head(self, connection: Connection) -> None:
         """What stood before still stands, and the last bytes are whole."""
         row = one(connection, self.statements.head)
-        size = row[0] + 1 if row else 0
+        size = whole(row[0], self.dialect.url) + 1 if row else 0
         if size < self._known.size:
             raise NotALedger(
                 f"expected at least {self._known.size} events in {self.dialect.url}, found {size}; "
@@ -321,7 +323,7 @@ class Store:
 
     def _learn_head(self, connection: Connection) -> None:
         row = one(connection, self.statements.last)
-        size = 0 if row[0] is None else row[0] + 1
+        size = whole(row[0], self.dialect.url) + 1
         if size == self._known.size:
             return
         if size < self._known.size:
@@ -383,7 +385,11 @@ class Store:
     def head(self) -> Head:
         """Size and last leaf, as committed."""
         rows = self._ask(self.statements.head)
-        return Head(rows[0][0] + 1, bytes(rows[0][1])) if rows else Head(0, None)
+        return (
+            Head(whole(rows[0][0], self.dialect.url) + 1, bytes(rows[0][1]))
+            if rows
+            else Head(0, None)
+        )
 
     def jobs(self) -> list[str]:
         """Names of all jobs, in the order of their first events."""
@@ -425,8 +431,9 @@ class Store:
             count = READ_ROWS if left is None else min(READ_ROWS, left)
             filters |= {"after": after, "until": until, "count": count}
             found = self._ask(statement, **filters)
-            for row in found:
-                yield StoredRow(row[0], row[1], row[2], bytes(row[3]), bytes(row[4]))
+            for position, of, version, data, leaf in found:
+                whole(position, self.dialect.url)
+                yield StoredRow(position, of, version, bytes(data), bytes(leaf))
             if len(found) < count:
                 return
             if reverse:

@@ -33,7 +33,7 @@ from sqlalchemy.sql import ClauseElement
 
 from shiftbook.ledger.dialect import Connection, Dialect
 from shiftbook.ledger.envelope import StoredEvent, unseal
-from shiftbook.ledger.errors import InvalidEvent
+from shiftbook.ledger.errors import InvalidEvent, NotALedger
 
 STORAGE_SCHEMA = 1
 """Version of the tables below; a ledger with a higher one is refused."""
@@ -156,6 +156,18 @@ class StoredRow(NamedTuple):
             return unseal(self.data, self.leaf)
         except InvalidEvent as error:
             raise InvalidEvent(f"position {self.position}: {error}") from error
+
+
+def whole(position: Any, url: str) -> int:
+    """A position, -1 for none; raise NotALedger for what a forged row has in its place."""
+    if position is None:
+        return -1
+    if type(position) is not int:
+        raise NotALedger(
+            f"expected whole numbers as the positions in {url}, found {position!r:.60}: the table "
+            "was edited; `shiftbook verify` says more; restore the ledger from a copy"
+        )
+    return position
 
 
 def _many_rows() -> list[dict[str, Any]]:

@@ -12,19 +12,19 @@ from typing import Any
 
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.errors import InvalidNote, ProofInvalid
-from shiftbook.ledger.merkle import TILE_HEIGHT, CompactRange
+from shiftbook.ledger.merkle import CompactRange
 from shiftbook.ledger.publication import named_size, read_published
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.findings import Finding
+from shiftbook.verify.nodes import EDITED, first_wrong, nodes_under
 from shiftbook.verify.scan_block import Block
 from shiftbook.verify.sources import TableSource
 from shiftbook.verify.stored import DamagedPages
 
 TABLE = "the table of heads"
 
-_EDITED = "the row was edited, or the disk or a copy lost bytes"
 _RENAMED = "an object at the place was renamed, or copied under another name"
 _FORGED = (
     "somebody without the signer's key wrote it, or it was altered after it was signed; or the "
@@ -39,6 +39,10 @@ _REWRITTEN = "somebody who owns the database rewrote, cut or forked the history 
 _OLD_COPY = "the ledger was rolled back to an older copy, or its end was cut off"
 _RESTORE = "Restore the ledger from a copy that fits the head outside; keep this file as evidence."
 _ASK_SIGNER = "Ask whoever holds the signer's key; `shiftbook sign` writes what it knows again."
+_REWRITE_NODES = (
+    "Where no other finding names an event: delete the table's rows; `shiftbook sign` writes them "
+    "again."
+)
 _RESTORE_PLACE = "Restore the place from a copy; run `shiftbook sign` where the signer was killed."
 
 
@@ -117,7 +121,7 @@ class HeadCheck:
         try:
             self._load_table(raw.heads())
         except DamagedPages as damage:
-            self._flag(0, "a readable table of heads", f"damage: {damage.reason}", _EDITED)
+            self._flag(0, "a readable table of heads", f"damage: {damage.reason}", EDITED)
         self._wanted = {claim.size for claim in self._claims}
 
     def feed(self, leaf: bytes) -> None:
@@ -196,13 +200,13 @@ class HeadCheck:
             self._heads_row.checks += 1
             if type(size) is not int or not isinstance(note, bytes):
                 self._flag(0, "a number of events and a note in the table of heads",
-                           f"{size!r:.40} and {type(note).__name__}", _EDITED)  # fmt: skip
+                           f"{size!r:.40} and {type(note).__name__}", EDITED)  # fmt: skip
                 continue
             where = self._one_head or f"{TABLE}, row {size}"
             claim = self._claim(where, note, size, outside=False)
             if size <= last:
                 self._flag(max(0, size - 1), f"heads that grow, after one of {last} events",
-                           f"one of {size} events", _EDITED)  # fmt: skip
+                           f"one of {size} events", EDITED)  # fmt: skip
             last = max(last, size)
             if claim is not None:
                 self._claims.append(claim)
@@ -221,7 +225,7 @@ class HeadCheck:
             return None
         if size is not None and head.size != size:
             self._flag(at, f"a head of {size} events in {where}", f"one of {head.size}",
-                       _RENAMED if outside else _EDITED, row=row, do=do)  # fmt: skip
+                       _RENAMED if outside else EDITED, row=row, do=do)  # fmt: skip
             return None
         at = max(0, head.size - 1)
         if self._outside.verifiers:
@@ -280,7 +284,7 @@ class HeadCheck:
             claim.size - 1,
             f"{other} at {claim.size} events, as the events give and a later head confirms",
             f"root {claim.root.hex()[:16]}… in {claim.where}",
-            _TWICE if self._outside.verifiers else _EDITED,
+            _TWICE if self._outside.verifiers else EDITED,
             row=row,
             do=_ASK_SIGNER,
         )
@@ -349,47 +353,20 @@ class HeadCheck:
 
     def _judge_nodes(self, raw: TableSource) -> None:
         """Stored roots of full tiles, against those that the events give."""
-        size = max(self._table, default=0)
-        expected = {
-            key: value
-            for key, value in self._nodes.items()
-            if (key[1] + 1) << key[0] * TILE_HEIGHT <= size
-        }
+        expected = nodes_under(self._nodes, max(self._table, default=0))
         try:
             stored = raw.nodes()
             if stored is None:
                 return
-            for level, number, value in stored:
-                if type(level) is not int or type(number) is not int:
-                    self._flag(0, "numbers in the table of nodes", f"{level!r:.40}", _EDITED)
-                    return
-                self._heads_row.checks += 1
-                wanted = expected.pop((level, number), None)
-                if wanted != value:
-                    self._wrong_node(level, number, wanted, value)
-                    return
+            count, wrong = first_wrong(stored, expected, self._tree.size)
         except DamagedPages as damage:
-            self._flag(0, "a readable table of nodes", f"damage: {damage.reason}", _EDITED)
+            self._flag(0, "a readable table of nodes", f"damage: {damage.reason}", EDITED)
             return
-        if expected:
-            level, number = min(expected)
-            self._wrong_node(level, number, expected[level, number], None)
-
-    def _wrong_node(self, level: int, number: int, wanted: bytes | None, found: Any) -> None:
-        inside = 1 <= level <= 7 and 0 <= number < 1 << 56
-        first = number << level * TILE_HEIGHT if inside else 0
-        last = max(first, min(first + (1 << level * TILE_HEIGHT), self._tree.size) - 1)
-        told = f"{found.hex()[:16]}…" if isinstance(found, bytes) else f"{found!r:.40}"
-        self._flag(
-            first if first < max(1, self._tree.size) else 0,
-            f"node {number} of level {level} to be "
-            + (f"{wanted.hex()[:16]}…" if wanted else "absent: no head covers its events"),
-            "none" if found is None else told,
-            f"the node was edited, or an event among {first} to {last} was",
-            others=(last,) if wanted else (),
-            do="Where no other finding names an event: delete the table's rows; `shiftbook sign` "
-            "writes them again.",
-        )
+        self._heads_row.checks += count
+        if wrong is not None:
+            others = () if wrong.last is None else (wrong.last,)
+            self._flag(wrong.at, wrong.expected, wrong.found, wrong.cause, others=others,
+                       do=_REWRITE_NODES)  # fmt: skip
 
     # -- reporting ---------------------------------------------------------------------------
 

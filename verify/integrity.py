@@ -182,23 +182,27 @@ class Integrity:
             _CHANGED,
         )
 
-    def split_key(self, job: str, key: str, first: int, last: int, count: int) -> None:
+    def split_key(self, job: str, key: str, first: Any, last: Any, count: int) -> None:
         """Report an idempotency key whose events are no single batch."""
         self._broken = True
         self._flag(
-            first,
+            self._place(first),
             f"the events of key {key!r} of job {job!r} side by side",
-            f"{count} events spread from {first} to {last}",
+            f"{count} events spread from {first!s:.40} to {last!s:.40}",
             "a retry was appended again instead of answered with its first receipt",
-            (last,),
+            (last,) if type(last) is int else (),
         )
+
+    def _place(self, position: Any) -> int:
+        """A position; where it is none and points at no place, what was flagged first does."""
+        if type(position) is int and position >= 0:
+            return position
+        return min((f.position for f in self.report.findings), default=0)
 
     def hidden(self, count: int, position: Any) -> None:
         """Report rows that a reader who goes by position does not see."""
-        # A row that stands nowhere points at no place; what was flagged before it does.
-        first = min((f.position for f in self.report.findings), default=0)
         self._flag(
-            position if type(position) is int and position >= 0 else first,
+            self._place(position),
             "each position once, from 0",
             f"{count} rows too many, one of them at position {position!r:.40}",
             "rows were forged in after the table's key was taken away",
@@ -457,7 +461,8 @@ def check_whole(raw: TableSource, integrity: Integrity, until: int | None) -> No
         return
     try:
         for split in raw.split_keys():
-            if until is None or split[3] <= until:
+            last = split[3]
+            if until is None or type(last) is not int or last <= until:
                 integrity.split_key(*split)
         hidden = raw.hidden(integrity.last, integrity.report.events)
         if hidden is not None:

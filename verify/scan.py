@@ -12,7 +12,6 @@ import os
 import pickle
 import subprocess
 import sys
-from bisect import bisect_right
 from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -23,7 +22,7 @@ from shiftbook.verify.scan_block import (
     BLOCK_EVENTS,
     Block,
     Orders,
-    Stretch,
+    Stretches,
     scan_blocks,
 )
 
@@ -60,7 +59,8 @@ def sound_blocks(
     each, and 60 MB more with evidence.
     """
     usable = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-    orders = Orders(ledger_uri(path), _stretches(events, BLOCK_EVENTS, sizes), evidence, named)
+    stretches = Stretches(range(0, events, BLOCK_EVENTS), BLOCK_EVENTS, events, sorted(sizes))
+    orders = Orders(ledger_uri(path), stretches, evidence, named)
     alone = events <= ALONE_EVENTS or usable == 1
     for block in scan_blocks(orders) if alone else shared(orders, usable, Block):
         if not block.sound:
@@ -71,17 +71,6 @@ def sound_blocks(
 def ledger_uri(path: Path) -> str:
     """What sqlite3 opens a ledger by, for reading only."""
     return f"{path.absolute().as_uri()}?mode=ro"
-
-
-def _stretches(events: int, length: int, sizes: Collection[int]) -> list[Stretch]:
-    """The first ``events`` positions in stretches of a length, each with the sizes in it."""
-    ordered = sorted(sizes)
-    listed: list[Stretch] = []
-    for first in range(0, events, length):
-        end = min(first + length, events)
-        within = ordered[bisect_right(ordered, first) : bisect_right(ordered, end)]
-        listed.append((first, end - 1, within))
-    return listed
 
 
 class Shareable(Protocol):

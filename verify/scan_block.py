@@ -12,12 +12,13 @@ import hashlib
 import io
 import pickle
 import sqlite3
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, overload
 
 import orjson
 
@@ -44,9 +45,11 @@ COLUMNS = (*_IN_BOTH, "operation", "key")
 """Columns that repeat what stands in the bytes."""
 
 _fields = itemgetter(*_IN_BOTH, "occurred_ns", "actor", "body")
-_TYPES = (int, str, int, str, int, str, int, int, int, str, dict)
+_FIELD_TYPES = (int, str, int, str, int, str, int, int, int, str, dict)
 _SHARED = len(_IN_BOTH)
-_LEAST_FIELDS = len(_TYPES)
+_LEAST_FIELDS = len(_FIELD_TYPES)
+_TYPES = _FIELD_TYPES + _FIELD_TYPES[:_SHARED]
+"""Of the fields, and of the columns that repeat them."""
 
 # Quoted names: `schema` and `key` are words of SQL.
 _LISTED = ", ".join(f'"{name}"' for name in (*COLUMNS, "data", "leaf"))
@@ -110,6 +113,37 @@ class Orders:
 
 Stretch = tuple[int, int, Sequence[int]]
 """First and last position, and the numbers of events in it whose edge is wanted."""
+
+
+@dataclass(frozen=True)
+class Stretches(Sequence[Stretch]):
+    """Stretches, each made when it is asked for: a forged last position names any number of them.
+
+    One begins at each of ``starts``, has ``length`` events or ends before ``end``, and takes its
+    own of ``sizes``, which are in order.
+    """
+
+    starts: range
+    length: int
+    end: int
+    sizes: list[int]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    @overload
+    def __getitem__(self, index: int) -> Stretch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Stretches: ...
+
+    def __getitem__(self, index: int | slice) -> Stretch | Stretches:
+        if isinstance(index, slice):
+            return replace(self, starts=self.starts[index])
+        first = self.starts[index]
+        end = min(first + self.length, self.end)
+        within = slice(bisect_right(self.sizes, first), bisect_right(self.sizes, end))
+        return first, end - 1, self.sizes[within]
 
 
 def scan_blocks(orders: Orders) -> Iterator[Block]:
@@ -195,8 +229,9 @@ def _check(
             return False
         value = loads(data)
         found = _fields(value)
-        # Equal alone is not enough: JSON's true and 1.0 equal 1.
-        if found[:_SHARED] != row[:_SHARED] or tuple(map(type, found)) != _TYPES:
+        columns = row[:_SHARED]
+        # Equal alone is not enough: JSON's true and 1.0 equal 1, and so do a real and a numeric.
+        if found[:_SHARED] != columns or tuple(map(type, found + columns)) != _TYPES:
             return False
         more = len(value) - _LEAST_FIELDS
         # First what most events have: none of the optional fields, or an operation alone.

@@ -26,6 +26,7 @@ from shiftbook.ledger.tables import (
 from shiftbook.verify.errors import OutOfReach, UnreadableStore
 from shiftbook.verify.scan_block import COLUMNS, Block, Page
 from shiftbook.verify.stored import (
+    LARGEST_POSITION,
     READ_ROWS,
     DamagedPages,
     RawEvents,
@@ -139,7 +140,7 @@ class ServedEvents:
 
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
-        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        limit = LARGEST_POSITION if until is None else min(until, LARGEST_POSITION)
         while page := self._ask(self._page, after=after, until=limit, count=READ_ROWS):
             yield page
             if len(page) < READ_ROWS or type(page[-1][0]) is not int:
@@ -187,9 +188,13 @@ class ServedEvents:
                 after = values[0]
 
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
-        """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none."""
+        """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none.
+
+        A column that was made to hold other numbers may have some beyond the largest position.
+        """
         position = EVENTS.c.position
-        below = or_(position.is_(None), position <= bindparam("last"))
+        nowhere = or_(position.is_(None), position < 0, position > LARGEST_POSITION)
+        below = or_(nowhere, position <= bindparam("last"))
         count = Statement(self._dialect, select(func.count()).where(below))
         ((found,),) = self._ask(count, last=last)
         if found == seen:
@@ -199,11 +204,11 @@ class ServedEvents:
             select(position)
             .where(below)
             .group_by(position)
-            .having(or_(func.count() > 1, position.is_(None), position < 0))
+            .having(or_(func.count() > 1, nowhere))
             .limit(1),
         )
         rows = self._ask(twice, last=last)
-        return found - seen, rows[0][0] if rows else None
+        return found - seen, _plain(rows[0][0]) if rows else None
 
     def meta(self) -> list[tuple[Any, Any]]:
         """(name, value) of what the store says about itself; raises DamagedPages."""
@@ -232,7 +237,7 @@ class ServedEvents:
             return []
         return [tuple(row) for row in self._ask(Statement(self._dialect, select(*columns)))]
 
-    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+    def split_keys(self) -> Iterator[tuple[str, str, Any, Any, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""
         yield from self._ask(self._split)
 

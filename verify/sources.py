@@ -24,7 +24,7 @@ class TableSource(Protocol):
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
 
-    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+    def split_keys(self) -> Iterator[tuple[str, str, Any, Any, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""
 
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:

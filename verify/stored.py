@@ -19,6 +19,9 @@ from shiftbook.verify.scan import sound_blocks
 from shiftbook.verify.scan_block import COLUMNS, SELECT, Block, Page
 
 READ_ROWS = 512
+LARGEST_POSITION = 2**63 - 1
+"""No store holds a larger whole number."""
+
 HEAD = KNOWN[-1]
 
 # The driver decodes names of columns as UTF-8 whatever they hold, and a damaged length may ask for
@@ -169,7 +172,7 @@ class RawEvents:
 
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
-        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        limit = LARGEST_POSITION if until is None else min(until, LARGEST_POSITION)
         while page := self._page(after, limit):
             yield page
             if len(page) < READ_ROWS or type(page[-1][0]) is not int:
@@ -184,7 +187,7 @@ class RawEvents:
 
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
-        limit = 2**63 - 1 if until is None else min(until, 2**63 - 1)
+        limit = LARGEST_POSITION if until is None else min(until, LARGEST_POSITION)
         while True:
             page = self._page(after, limit)
             for values in page:
@@ -197,17 +200,20 @@ class RawEvents:
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
         """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none.
 
-        A table whose key was taken away may hold a position twice, or none, or a negative one.
+        A table whose key was taken away may hold a position twice, a negative one, or what is no
+        position: a real, a text, a blob or nothing, which stand below the first or above the last.
         Raises DamagedPages.
         """
-        clause = "FROM events WHERE position IS NULL OR position <= ?"
+        # What was appended since stands above the last one too, as a whole number. Never through
+        # an index, which may lack rows of the table.
+        clause = "FROM events NOT INDEXED WHERE typeof(position) <> 'integer' OR +position <= ?"
         try:
             ((count,),) = self._connection.execute(f"SELECT count(*) {clause}", (last,)).fetchall()
             if count == seen:
                 return None
             found = self._connection.execute(
                 f"SELECT position {clause} GROUP BY position "
-                "HAVING count(*) > 1 OR position IS NULL OR position < 0 LIMIT 1",
+                "HAVING count(*) > 1 OR typeof(position) <> 'integer' OR position < 0 LIMIT 1",
                 (last,),
             ).fetchall()
         except _DAMAGE as error:
@@ -244,7 +250,7 @@ class RawEvents:
         except _DAMAGE as error:
             raise DamagedPages(-1, one_line(error)) from error
 
-    def split_keys(self) -> Iterator[tuple[str, str, int, int, int]]:
+    def split_keys(self) -> Iterator[tuple[str, str, Any, Any, int]]:
         """(job, key, first, last, count) of keys whose events are no single batch."""
         try:
             found = self._connection.execute(

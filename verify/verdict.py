@@ -250,6 +250,7 @@ def _bytes_verdict(
         notes.append("stored bytes and evidence alone were checked, as --integrity-only asked")
     could_not = [] if asked else [RANGE_ALONE.format(first=first)]
     events = max(first + report.events, report.sound_until + 1)
+    _end_at_the_last_fitting_head(report, signed)
     if require_signed and events > signed.protected:
         could_not.insert(0, _unsigned(events, signed.protected))
     findings = [*report.findings, *signed.findings]
@@ -282,8 +283,7 @@ def _verdict(
     allow_unknown: bool = False,
 ) -> Verdict:
     broken = any(f.invariant == "integrity" for f in report.findings) or signed.sound is not None
-    if signed.sound is not None and signed.sound <= report.sound_until:
-        report.sound_until, report.head = signed.sound - 1, None
+    _end_at_the_last_fitting_head(report, signed)
     if not broken:
         _refuse_nothing(report, judgement, job)
     required = frozenset[str]().union(*(judged.required for judged in judgement.jobs.values()))
@@ -352,6 +352,12 @@ def _unknown(name: str, judged: JudgedJob) -> str:
         f"job {name} has events of types that this build does not know ({listed(kinds)}), the "
         f"first at position {first}"
     )
+
+
+def _end_at_the_last_fitting_head(report: IntegrityReport, signed: HeadReport) -> None:
+    """Call no event sound that stands after the last head that fits, where a later one does not."""
+    if signed.sound is not None and signed.sound <= report.sound_until:
+        report.sound_until, report.head = signed.sound - 1, None
 
 
 def _unsigned(events: int, protected: int) -> str:

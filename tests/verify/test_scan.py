@@ -33,7 +33,7 @@ from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.heads import HeadCheck, Outside
 from shiftbook.verify.integrity import Integrity, check_stored
 from shiftbook.verify.scan import sound_blocks
-from shiftbook.verify.scan_block import Block
+from shiftbook.verify.scan_block import Block, Stretches
 from shiftbook.verify.stored import RawEvents
 from tests.verify.honest_run import Run
 
@@ -119,6 +119,18 @@ def test_an_honest_ledger_is_sound(honest: Path) -> None:
     assert seen[-1].head == events[-1].leaf
     named = [segment[0] for block in seen for segment in block.segments]
     assert named == [e.position for e in events if "segment" in e.body]
+
+
+def test_stretches_are_made_as_they_are_asked_for() -> None:
+    """A forged last position names more of them than any memory holds."""
+    length = 1 << 16
+    stretches = Stretches(range(0, 2**63, length), length, 2**63, [5, 70_000, 2**63])
+    assert len(stretches) == 1 << 47
+    assert stretches[0] == (0, 65_535, [5])
+    assert stretches[1::2][0] == (65_536, 131_071, [70_000])
+    assert stretches[-1] == (2**63 - length, 2**63 - 1, [2**63])
+    assert pickle.loads(pickle.dumps(stretches[1::2])) == stretches[1::2]
+    assert list(Stretches(range(0, 20, 8), 8, 20, [])) == [(0, 7, []), (8, 15, []), (16, 19, [])]
 
 
 def test_in_processes_of_its_own(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,23 +9,31 @@ more attacks stand in test_tampering.py.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import psycopg
 import pytest
-from sqlalchemy import Column, LargeBinary, String, Table, Text
+from click.testing import CliRunner
+from sqlalchemy import BigInteger, Column, Integer, LargeBinary, String, Table, Text
 
+from shiftbook.ledger.canonical import leaf_hash
+from shiftbook.ledger.cli import main
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.merkle import CompactRange
 from shiftbook.ledger.publication import FileOutlet
+from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.signing_keys import Ed25519Signer
 from shiftbook.ledger.tables import METADATA
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.heads import Outside
 from shiftbook.verify.verdict import Verdict, verify
 from tests.ledger.stores import STORES, new_url, postgres_of_the_session, run_sql
-from tests.verify.signed_run import EVENTS, KEY, Signed, long_run, write_signed
+from tests.verify.signed_run import EVENTS, KEY, SIZES, THIEF, Signed, long_run, write_signed
 from tests.verify.test_tampering import EVENT_ROWS, own
 
 ROWS = {
@@ -170,16 +178,25 @@ def changed(column: Column[object], store: str) -> str:
     return f"update {column.table.name} set {name} = {value} where {ROWS[column.table.name]}"
 
 
-def found(attacked: Attacked, table: Table, at: int) -> None:
-    """A finding of that table's check, at the place where it can be known."""
+PLACES = {"heads": 119, "nodes": 0, "meta": 0, "derived_revision": 0}
+"""Where a change of the row in ROWS shows."""
+
+
+def found(attacked: Attacked, table: Table, at: int, first_at: int | None = None) -> None:
+    """A finding of that table's check, at the place where it can be known.
+
+    ``first_at`` is where the first of all is, if not there: a row of the table of heads that does
+    not say its number of events points at no place.
+    """
     verdict = attacked.verdict()
     assert verdict.exit_code == 1
     first = verdict.findings[0]
     assert all((first.expected, first.found, first.cause, first.action))
     wanted = "heads" if table.name in ("heads", "nodes") else "integrity"
-    assert wanted in {f.invariant for f in verdict.findings}, verdict.findings
+    told = [(f.invariant, f.position) for f in verdict.findings]
+    assert (wanted, at) in told
+    assert told[0] == (wanted, at if first_at is None else first_at)
     if table.name == "events":
-        assert (first.invariant, first.position) == ("integrity", at)
         assert verdict.judged_until == at - 1
 
 
@@ -223,30 +240,90 @@ def test_rebuilt_tables_with_the_same_rows_are_no_change(attacked: Attacked) -> 
 @pytest.mark.parametrize("column", COLUMNS, ids=NAMES)
 def test_a_column_changed(attacked: Attacked, column: Column[object]) -> None:
     attacked.do(changed(column, attacked.store))
-    found(attacked, column.table, 70)
+    found(attacked, column.table, PLACES.get(column.table.name, 70))
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=NAMES)
 def test_a_column_emptied(attacked: Attacked, column: Column[object]) -> None:
     table = column.table.name
-    at = attacked.first(column) if table == "events" else 0
+    at = attacked.first(column) if table == "events" else PLACES[table]
     where = f"position = {at}" if table == "events" else ROWS[table]
     attacked.do(f'update {table} set "{column.name}" = null where {where}')
-    found(attacked, column.table, at)
+    found(attacked, column.table, at, 0 if table == "heads" else None)
 
 
 @pytest.mark.parametrize("column", COLUMNS, ids=NAMES)
 def test_a_column_of_another_kind(attacked: Attacked, column: Column[object]) -> None:
     start = 70 if attacked.store == "sqlite" else 0
-    at = attacked.first(column, start) if column.table.name == "events" else 0
+    table = column.table.name
+    at = attacked.first(column, start) if table == "events" else PLACES[table]
+    if table == "heads" and attacked.store == "postgresql":
+        at = 59  # of all heads
     attacked.do(retyped(column, attacked.store, at))
     refused: UnreadableStore | None = None
     try:
-        found(attacked, column.table, at)
+        found(attacked, column.table, at, 0 if table == "heads" else None)
     except UnreadableStore as error:
         refused = error
     # A server refuses to compare what a column may no longer hold: said in one line.
     assert refused is None or (attacked.store == "postgresql" and "\n" not in str(refused))
+
+
+WHOLE = [column for column in COLUMNS if isinstance(column.type, Integer | BigInteger)]
+
+
+@pytest.mark.parametrize("kind", ["numeric", "double precision"])
+@pytest.mark.parametrize("column", WHOLE, ids=[f"{c.table.name}.{c.name}" for c in WHOLE])
+def test_whole_numbers_of_another_kind(
+    signed: Signed, tmp_path: Path, column: Column[object], kind: str
+) -> None:
+    """They equal the numbers that they were; in SQLite see ``test_a_number_stored_as_a_real``."""
+    attacked = Attacked("postgresql", signed, tmp_path)
+    attacked.do(f'ALTER TABLE {column.table.name} ALTER COLUMN "{column.name}" TYPE {kind}')
+    heads = column.table.name == "heads"
+    found(attacked, column.table, 59 if heads else 0, 0 if heads else None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(kind, value) for kind in ("numeric", "double precision")
+     for value in ("1e30", "'NaN'", "'Infinity'", "'-Infinity'", "70.5")]
+    + [("text", "'abc'"), ("bytea", "'\\x41'")],
+)  # fmt: skip
+def test_a_row_at_no_position_of_a_server(
+    signed: Signed, tmp_path: Path, kind: str, value: str
+) -> None:
+    """With the column's kind changed; nothing but a verdict or one line, and no clean one."""
+    attacked = Attacked("postgresql", signed, tmp_path)
+    using = "convert_to(position::text, 'UTF8')" if kind == "bytea" else f"position::{kind}"
+    attacked.do(
+        f"ALTER TABLE events ALTER COLUMN position TYPE {kind} USING {using}",
+        f"INSERT INTO events SELECT {value}, job, version, type, schema, operation, key, writer, "
+        "sequence, recorded_ns, data, leaf FROM events LIMIT 1",
+    )
+    if kind in ("text", "bytea"):
+        with contextlib.suppress(UnreadableStore):
+            assert attacked.verdict().exit_code == 1
+    else:
+        found(attacked, METADATA.tables["events"], 0)
+    for words in (["log", "--limit", "3"], ["jobs"], ["state"], ["show", "3"]):
+        result = CliRunner().invoke(main, [*words, "--ledger", attacked.url])
+        assert result.exit_code == 2, (words, result.output)
+        assert result.output.count("\n") == 1
+        assert "unexpected" not in result.output
+
+
+@pytest.mark.parametrize("beyond", ["1e30", "'Infinity'", "'-Infinity'", "'NaN'"])
+def test_all_rows_of_a_server_beyond_every_position(
+    signed: Signed, tmp_path: Path, beyond: str
+) -> None:
+    attacked = Attacked("postgresql", signed, tmp_path)
+    attacked.do(
+        "ALTER TABLE events ALTER COLUMN position TYPE numeric",
+        f"UPDATE events SET position = {beyond}",
+    )
+    found(attacked, METADATA.tables["events"], 0)
+    assert any("320 rows too many" in f.found for f in attacked.verdict().findings)
 
 
 # -- rows ------------------------------------------------------------------------------------
@@ -261,6 +338,98 @@ def test_rows_of_events(attacked: Attacked, name: str) -> None:
     assert verdict.findings[0].position == at, verdict.findings
 
 
+# -- whole histories -------------------------------------------------------------------------
+
+ALL_SIZES = (*SIZES, EVENTS + 1)
+
+
+def bytes_of(attacked: Attacked, value: bytes) -> str:
+    """How the store spells bytes."""
+    hexadecimal = value.hex()
+    return f"x'{hexadecimal}'" if attacked.store == "sqlite" else f"'\\x{hexadecimal}'::bytea"
+
+
+def another_history(
+    attacked: Attacked, changed_at: Collection[int], sizes: Sequence[int], signer: Ed25519Signer
+) -> None:
+    """Rewrite some events with all hashes above them, up to the last size, and sign each size."""
+    with closing(sqlite3.connect(attacked.heads.with_name("ledger.db"))) as connection:
+        rows = connection.execute("select position, data from events order by position").fetchall()
+    nodes: list[tuple[int, int, bytes]] = []
+    tree = CompactRange(on_node=lambda *node: nodes.append(node))
+    statements = ["delete from heads", "delete from nodes"]
+    if sizes[-1] < len(rows):
+        statements.append(f"delete from events where position >= {sizes[-1]}")
+    for position, data in rows[: sizes[-1]]:
+        if position in changed_at:
+            data = data.replace(b'"actor":"tester"', b'"actor":"nobody"')
+            leaf = bytes_of(attacked, leaf_hash(data))
+            statements.append(
+                f"update events set data = {bytes_of(attacked, data)}, leaf = {leaf} "
+                f"where position = {position}"
+            )
+        tree.append(leaf_hash(data))
+        if tree.size in sizes:
+            signed = bytes_of(attacked, SignedHead.sign(tree.size, tree.root(), signer).data())
+            statements.append(f"insert into heads values ({tree.size}, {signed})")
+    statements += [
+        f"insert into nodes values ({level}, {number}, {bytes_of(attacked, value)})"
+        for level, number, value in nodes
+    ]
+    attacked.do(*statements)
+
+
+@pytest.mark.parametrize(("at", "proved"), [(0, 0), (70, 60), (200, 180)])
+def test_a_rewritten_history_signed_by_the_signers_key(
+    attacked: Attacked, at: int, proved: int
+) -> None:
+    another_history(attacked, {at}, ALL_SIZES, KEY)
+    verdict = attacked.verdict()
+    assert verdict.exit_code == 1
+    assert verdict.judged_until == proved - 1
+    finding = next(f for f in verdict.findings if f.invariant == "outside")
+    assert finding.position == proved <= at <= finding.positions[-1]
+    assert "was not signed" in finding.found
+    assert not [f for f in verdict.findings if f.invariant == "integrity"]
+
+
+def test_a_rewritten_history_signed_by_a_thief(attacked: Attacked) -> None:
+    another_history(attacked, {70}, ALL_SIZES, THIEF)
+    verdict = attacked.verdict()
+    assert verdict.judged_until == 59
+    assert ("outside", 60) in {(f.invariant, f.position) for f in verdict.findings}
+    forged = next(f for f in verdict.findings if "signed by the ledger's signer" in f.expected)
+    assert (forged.invariant, forged.position) == ("heads", 59)
+
+
+def test_a_rollback_to_an_old_copy(attacked: Attacked) -> None:
+    another_history(attacked, (), (60, 120), KEY)
+    verdict = attacked.verdict()
+    (finding,) = [f for f in verdict.findings if f.invariant == "outside"]
+    assert (finding.position, verdict.judged_until) == (120, 119)
+    assert "at least 180 events" in finding.expected
+    assert "rolled back to an older copy" in finding.cause
+
+
+def test_a_fork_that_the_signer_was_made_to_sign(attacked: Attacked) -> None:
+    another_history(attacked, range(120, 190), (60, 120, 190), KEY)
+    verdict = attacked.verdict()
+    (finding,) = [f for f in verdict.findings if f.invariant == "outside"]
+    assert (finding.position, verdict.judged_until) == (120, 119)
+    assert "signed two histories" in finding.cause
+    assert verdict.protected_until == 119
+
+
+def test_two_heads_of_one_size(attacked: Attacked) -> None:
+    other = bytes_of(attacked, SignedHead.sign(180, bytes(32), KEY).data())
+    attacked.do(f"update heads set note = {other} where size = 180")
+    verdict = attacked.verdict()
+    assert [(f.invariant, f.position) for f in verdict.findings] == [("heads", 179)]
+    assert "signed two histories" in verdict.findings[0].cause
+
+
+# -- rows of the tree ------------------------------------------------------------------------
+
 TREE_ROWS = {
     "head deleted": ("delete from heads where size = 180", 179),
     "heads swapped": (
@@ -273,6 +442,9 @@ TREE_ROWS = {
     "node deleted": ("delete from nodes", 0),
     "node duplicated": ("insert into nodes select * from nodes", 0),
     "node inserted": ("insert into nodes select 1, 1, hash from nodes", 256),
+    "node inserted without a hash": ("insert into nodes values (1, 1, null)", 256),
+    "node inserted far away without a hash": (
+        "insert into nodes values (9, 99999999999, null)", 0),
     "node moved": ("update nodes set level = 2", 0),
 }  # fmt: skip
 
