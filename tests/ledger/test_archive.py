@@ -313,13 +313,13 @@ def test_two_exports_to_one_name(small: Path, tmp_path: Path) -> None:
 
 
 def test_sections_travel_along(small: Path, tmp_path: Path) -> None:
-    sections = {"heads": b"one\n", "tiles/0/000": bytes(5000), "empty": b""}
+    sections = {"notes": b"one\n", "tiles/0/000": bytes(5000), "empty": b""}
     archive = exported(small, tmp_path / "a.tar", sections=sections)
     taken: dict[str, bytes] = {}
 
     def take(name: str, data: bytes) -> bool:
         taken[name] = data
-        return name == "heads"
+        return name == "notes"
 
     with ArchiveFile.open(archive) as opened, book(tmp_path / "copy.db") as copy:
         assert opened.section_names == tuple(sections)
