@@ -351,13 +351,13 @@ def test_two_exports_to_one_name(small: str, tmp_path: Path) -> None:
 
 
 def test_sections_travel_along(small: str, store_urls: Urls, tmp_path: Path) -> None:
-    sections = {"heads": b"one\n", "tiles/0/000": bytes(5000), "empty": b""}
+    sections = {"notes": b"one\n", "tiles/0/000": bytes(5000), "empty": b""}
     archive = exported(small, tmp_path / "a.tar", sections=sections)
     taken: dict[str, bytes] = {}
 
     def take(name: str, data: bytes) -> bool:
         taken[name] = data
-        return name == "heads"
+        return name == "notes"
 
     with ArchiveFile.open(archive) as opened, Ledger.open(store_urls("copy")) as copy:
         assert opened.section_names == tuple(sections)
