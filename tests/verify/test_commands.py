@@ -113,7 +113,7 @@ def test_findings_are_told_as_a_story(faulty: Path, capsys: pytest.CaptureFixtur
         "2. I6",
         "3. I18",
         "learning rate 0.001",
-        "I18            learning rate follows",
+        "learning rate follows the declared schedule",
         "findings: 3 findings in demo",
     ]
     at = -1
