@@ -91,6 +91,9 @@ def test_an_honest_update_is_computed_again(rank: TrainerWorker, batches: list[G
     assert watched["recomputed"]["loss"].compared == GROUPS
     assert watched["cast"] == (report["before"]["model"], report["after"]["model"])
     assert watched["unmoved"] == ()
+    assert watched["moved_frozen"] == ()
+    assert sum(tokens for _, tokens in report["added"].values()) == report["tokens"]
+    assert {samples for samples, _ in report["added"].values()} == {len(batches[0].uids)}
     terms = watched["loss_terms"]
     assert terms["kl"].gradient_norm > 0
     assert terms["policy"].gradient_norm > 0

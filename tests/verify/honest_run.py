@@ -94,8 +94,8 @@ def dataset_digest() -> str:
 
 
 def judged() -> list[str]:
-    """Every invariant, and every aspect of one that the plan of the run leaves something of."""
-    idle = {"I18.counter", "recomputed.average", "recomputed.dropout"}
+    """Every invariant, and every aspect of one that the run has something of."""
+    idle = {"I12.rescored", "I18.counter", "recomputed.average", "recomputed.dropout"}
     aspects = [f"{i.id}.{aspect}" for i in INVARIANTS for aspect in i.aspects]
     return [i.id for i in INVARIANTS] + [name for name in aspects if name not in idle]
 
@@ -567,15 +567,6 @@ class Maker:
                 segment=NO_SEGMENT,
             ),
             rows=rewards,
-        )
-        self.run.add(
-            probes.RewardsRescored(
-                attempt=self.attempt,
-                iteration=iteration,
-                samples=1,
-                largest_gap=0.0,
-                worst=uids[0],
-            )
         )
         if dropped:
             self.run.add(

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from shiftbook.ledger.events.probes import RewardsRescored
 from shiftbook.ledger.plan import Plan
 from shiftbook.verify.verdict import Verdict
-from tests.verify.honest_run import Maker, Run, honest_run, judged, make_plan
+from tests.verify.honest_run import Entry, Maker, Run, honest_run, judged, make_plan
 
 Judge = Callable[[Run], Verdict]
 
@@ -95,11 +96,6 @@ def _values_that_the_loss_used(run: Run) -> None:
 @without("I16", "no log-probabilities were replayed")
 def _replays(run: Run) -> None:
     drop_events(run, "LogProbsReplayed")
-
-
-@without("I12.rescored", "not recorded: RewardsRescored")
-def _rewards_scored_again(run: Run) -> None:
-    drop_events(run, "RewardsRescored")
 
 
 @without("I19.parameters", "no counters by parameter")
@@ -258,6 +254,37 @@ def test_an_aspect_that_is_broken_breaks_the_invariant(run: Run, judge: Judge) -
     assert [finding.invariant for finding in verdict.findings] == ["I23"]
     assert verdict.coverage.row("I23").status == "broken"
     assert verdict.coverage.row("I23.parameters").status == "broken"
+
+
+def rescored(run: Run, gap: float) -> int:
+    from tests.verify.test_faults import shift
+
+    at = run.at("SamplesRewarded", 0) + 1
+    event = RewardsRescored(attempt="a1", iteration=0, samples=2, largest_gap=gap, worst="000000/1")
+    run.entries.insert(at, Entry(event))
+    shift(run)
+    return at
+
+
+def test_rewards_that_nobody_scored_again_are_not_checked(judge: Judge) -> None:
+    verdict = judge(honest_run(make_plan(required_invariants=("I12", "I12.rescored"))))
+    assert verdict.exit_code == 2
+    assert verdict.coverage.row("I12").status == "checked"
+    assert verdict.coverage.row("I12.rescored").reason == "not recorded: RewardsRescored"
+
+
+def test_rewards_that_were_scored_again_are(run: Run, judge: Judge) -> None:
+    rescored(run, 0.0)
+    verdict = judge(run)
+    assert verdict.exit_code == 0, verdict.could_not
+    assert verdict.coverage.row("I12.rescored").status == "checked"
+
+
+def test_another_reward_when_scored_again_is_found(run: Run, judge: Judge) -> None:
+    at = rescored(run, 1.0)
+    verdict = judge(run)
+    assert [(f.invariant, f.position) for f in verdict.findings] == [("I12", at)]
+    assert verdict.coverage.row("I12.rescored").status == "broken"
 
 
 def updates(**fields: Any) -> Plan:
