@@ -69,7 +69,7 @@ def test_the_recorder_has_about_15_calls_in_a_loop() -> None:
     text = (ROOT / "docs" / "recording.md").read_text(encoding="utf-8")
     loop = PYTHON.findall(text)[0]
     calls = re.findall(r"\b(?:Recorder\.open|(?:record|sync|update)\.\w+)\(", loop)
-    assert f"{len(calls)} of them" in text.replace("\n", " ")
+    assert f"{len(calls)} calls" in text.replace("\n", " ")
     assert len(calls) <= 17
 
 
