@@ -89,8 +89,14 @@ class Feed:
     def restore_bundle(self, fields: Mapping[str, Any]) -> None:
         """Go on from what ``bundle_fields`` gave, as a manifest holds it.
 
-        SamplerStateError for the cursor of another order, where the cursor names its order.
+        SamplerStateError for the cursor of another order, where the cursor names its order, and for
+        a bundle that has no in-flight buffer.
         """
+        if fields["in_flight_uids"] is None:
+            raise SamplerStateError(
+                "expected a bundle with the in-flight buffer of its sampler, found none; what was "
+                "drawn and not consumed would be lost"
+            )
         before = self.sampler.state()
         named = {name: value for name, value in fields["sampler"].items() if value is not None}
         self.sampler.restore({**before.plain(), **named})

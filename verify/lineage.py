@@ -440,7 +440,7 @@ def mark_of_save(saved: CheckpointSaved) -> Mark:
     held = saved.in_flight
     if held is None:
         try:
-            held = load_manifest(Path(saved.path)).in_flight_uids
+            held = load_manifest(Path(saved.path)).in_flight_uids or ()
         except BundleError:
             held = ()
     why = "the job that the bundle is of was not judged with this one"

@@ -118,6 +118,8 @@ def test_a_bundle_of_another_order_is_refused() -> None:
         with pytest.raises(SamplerStateError, match=said):
             strange.restore_bundle(kept)
         assert (strange.cursor, strange.in_flight) == (0, [])
+    with pytest.raises(SamplerStateError, match="in-flight buffer"):
+        fresh().restore_bundle({**kept, "in_flight_uids": None})
     bare = {**kept, "sampler": {"epoch": 0, "position": 3}}
     again = fresh()
     again.restore_bundle(bare)
