@@ -144,7 +144,9 @@ def test_a_binding_that_does_not_fit_the_file(tmp_path: Path, change: dict) -> N
 
 
 @pytest.mark.parametrize(
-    "rows", [{"a": [1, 2], "b": [1]}, {"a": [1, "x"]}, {"a": [object()]}, {"a": [2**70]}], ids=str
+    "rows",
+    [{"a": [1, 2], "b": [1]}, {"a": [1, "x"]}, {"a": [object()]}, {"a": [2**70]}],
+    ids=["lengths", "mixed", "objects", "too large"],
 )
 def test_rows_that_are_no_table(tmp_path: Path, rows: dict) -> None:
     with pytest.raises(EvidenceError, match="columns"):

@@ -240,14 +240,13 @@ def test_an_unsigned_tail_that_is_too_long() -> None:
     assert health.check_unsigned(5_000, 5_000, 0.0).status == "ok"
 
 
-def test_an_event_that_nobody_signed_for_long(tmp_path: Path) -> None:
-    path = tmp_path / "book.db"
-    write(path, [100.0])
-    with Ledger.open(f"sqlite:///{path}") as ledger:
+def test_an_event_that_nobody_signed_for_long(store_url: str) -> None:
+    write(store_url, [100.0])
+    with Ledger.open(store_url) as ledger:
         HeadSigner(ledger, KEY).sign()
-    assert doctor(path)["unsigned tail"]["status"] == "ok"
-    write(path, [101.0])
-    found = doctor(path)["unsigned tail"]
+    assert doctor(store_url)["unsigned tail"]["status"] == "ok"
+    write(store_url, [101.0])
+    found = doctor(store_url)["unsigned tail"]
     assert (found["status"], found["fix"][:14]) == ("warning", "shiftbook sign")
 
 
