@@ -203,6 +203,7 @@ def test_two_trainer_ranks_and_an_engine_of_two(worlds: Any) -> None:
         assert world.outcomes()["e"]["outcome"] == "serving"
 
 
+@pytest.mark.slow
 def test_ranks_of_one_process_group_publish_their_shards(worlds: Any) -> None:
     """Four ranks over gloo, two replicas of two shards as DTensors; the catalogue goes round the
     group, and an engine of two pulls from all four."""

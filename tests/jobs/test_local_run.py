@@ -26,6 +26,7 @@ from shiftbook.jobs.toolbox import Toolbox
 SHORT = LocalConfig(seed=8, iterations=2, groups=4)
 
 
+@pytest.mark.slow
 def test_the_policy_depends_on_the_seed_and_not_on_the_lanes() -> None:
     print("seed", SHORT.seed)
     wanted = [(r.policy_digest, r.reward_mean) for r in run_iterations(SHORT)]

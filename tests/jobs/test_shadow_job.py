@@ -50,6 +50,7 @@ def nudge(at: int) -> object:
     return alter
 
 
+@pytest.mark.slow
 def test_a_changed_weight_is_found_with_its_iteration_and_the_job_is_frozen(
     tmp_path: Path,
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_changed_weight_is_found_with_its_iteration_and_the_job_is_frozen(
     assert exit_code(outcomes) == 1
 
 
+@pytest.mark.slow
 def test_bundles_that_are_gone_or_others_are_told_and_not_judged(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, **SHADOWS)
     run.train(4)
@@ -111,6 +113,7 @@ def test_bundles_that_are_gone_or_others_are_told_and_not_judged(tmp_path: Path)
     assert verify(run.url).coverage.row("shadow").status == "partly"
 
 
+@pytest.mark.slow
 def test_a_shadow_that_follows_may_be_killed_and_started_again(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, **SHADOWS)
     run.train(1)

@@ -261,7 +261,9 @@ def test_another_ledger_under_the_same_name_is_mirrored_anew(tmp_path: Path) -> 
 
 
 def test_a_mirror_that_is_no_database_is_made_again(sample: Ledger) -> None:
-    sample.beside(".mirror.duckdb").write_bytes(b"this is no database" * 1000)
+    path = sample.beside(".mirror.duckdb")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"this is no database" * 1000)
     with Mirror.open(sample) as mirror:
         assert mirror.size == sample.head().size
         assert mirror.path is not None

@@ -308,6 +308,7 @@ def test_numbers_that_are_not_finite_come_back(store_url: str, value: str) -> No
 def test_where_nothing_can_be_written_all_is_folded(store_url: str) -> None:
     with write_sample(store_url) as ledger:
         # A file where the folder would be: as good as a disk without room, for any user.
+        folder_of(store_url).parent.mkdir(parents=True, exist_ok=True)
         folder_of(store_url).write_text("not a folder")
         assert seen(ledger.state()) == seen(fold(ledger.read()))
     with Ledger.open(store_url, read_only=True) as ledger:

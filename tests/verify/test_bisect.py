@@ -59,6 +59,7 @@ def test_an_order_or_a_draw_of_a_light_job_is_named(name: str, cause: str) -> No
     assert report.component == "reward"
 
 
+@pytest.mark.slow
 def test_an_honest_job_is_accused_of_nothing() -> None:
     report = bisect(JOBS + "honest")
     assert report.exit_code == 0

@@ -184,6 +184,7 @@ def test_a_divergence_from_a_golden_trace_is_named(tmp_path: Path) -> None:
     assert "8; how many differ cannot be told from fingerprints" in told(outcome)
 
 
+@pytest.mark.slow
 def test_a_golden_trace_of_noise_keeps_its_tolerance(tmp_path: Path) -> None:
     golden = tmp_path / "job.golden"
     replay(JOBS + "noisy", golden=golden, update_golden=True)
@@ -200,6 +201,7 @@ def test_no_golden_trace_is_written_of_a_job_that_differs_from_itself(tmp_path: 
     assert "--bisect" in told(outcome)
 
 
+@pytest.mark.slow
 def test_a_golden_trace_from_another_stack_cannot_tell(tmp_path: Path) -> None:
     golden = tmp_path / "job.golden"
     replay(JOBS + "breaks_in_moves", golden=golden, update_golden=True)
@@ -346,6 +348,7 @@ def test_jobs_that_break_the_protocol_are_refused() -> None:
         replay(replay_jobs.no_job)
 
 
+@pytest.mark.slow
 def test_rows_of_csv_and_jsonl_name_the_divergence(capsys: pytest.CaptureFixture[str]) -> None:
     target = JOBS + "slips_with_workers"
     code, out, _ = call(capsys, target, "--workers", "rollout=2", "--format", "jsonl")

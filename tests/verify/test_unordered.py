@@ -76,7 +76,7 @@ def test_norms_may_differ_by_the_tolerance(
         honest, plan_with("unordered", tolerances), {"grad_norm": update.grad_norm * factor}
     )
     assert bool(findings) == found, findings
-    assert invariant.row(SimpleNamespace()).status != "nothing to check"  # type: ignore[arg-type]
+    assert invariant.rows(SimpleNamespace())[0].status != "nothing to check"  # type: ignore[arg-type]
     if found:
         assert (findings[0].position, findings[0].severity) == (5, "stop")
         assert "within 1e-05" in findings[0].expected
