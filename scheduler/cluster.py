@@ -197,11 +197,20 @@ def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:
     """Connect this process to a running cluster; returns the ray module.
 
     Ray itself retries for minutes when a head is gone, so the port is tried first, with a limit.
+    Raises ClusterError where no head answers, and in a process that is connected to another one.
     """
     os.environ["RAY_AUTH_MODE"] = "token"
     os.environ["RAY_AUTH_TOKEN_PATH"] = cluster.token_path
     ray = import_ray()
     if ray.is_initialized():
+        # What is asked of one cluster must not be done on another.
+        found = str(ray.get_runtime_context().gcs_address)
+        if not _same_head(found, cluster):
+            raise ClusterError(
+                f"expected a process that is not connected to Ray, or to the head at "
+                f"{cluster.address}, found a connection to {found}; call ray.shutdown() first, "
+                f"or use another process"
+            )
         return ray
     host, port = cluster.address.rsplit(":", 1)
     deadline = time.monotonic() + limit_s
@@ -262,10 +271,13 @@ def stop_head(cluster: ClusterFile, *, limit_s: float = STOP_LIMIT_S) -> None:
 
 def _disconnect(ray: Any, cluster: ClusterFile) -> None:
     """Leave a cluster; a connection to another one stays."""
-    if ray.is_initialized():
-        port = str(ray.get_runtime_context().gcs_address).rpartition(":")[2]
-        if port == cluster.address.rpartition(":")[2]:
-            ray.shutdown()
+    if ray.is_initialized() and _same_head(ray.get_runtime_context().gcs_address, cluster):
+        ray.shutdown()
+
+
+def _same_head(address: str, cluster: ClusterFile) -> bool:
+    """Whether an address is that of the cluster's head: a machine has many names, so by port."""
+    return str(address).rpartition(":")[2] == cluster.address.rpartition(":")[2]
 
 
 def _alive(pid: int) -> bool:

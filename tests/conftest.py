@@ -12,8 +12,11 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 
 import pytest
+
+from tests.one_cluster import OneCluster
 
 ORDER: tuple[frozenset[str], ...] = (
     frozenset(),
@@ -41,7 +44,9 @@ def pytest_configure() -> None:
 
 
 def place(item: pytest.Item) -> int:
-    """Place of a test in ORDER."""
+    """Place of a test in ORDER; those with vLLM come last, since their cluster stays to the end."""
+    if item.get_closest_marker("vllm"):
+        return len(ORDER)
     return ORDER.index(frozenset(mark for mark in ("slow", "ray") if item.get_closest_marker(mark)))
 
 
@@ -57,3 +62,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     budget_s = os.environ.get(BUDGET)
     if budget_s and place(item) and time.monotonic() - BEGAN_S > float(budget_s):
         pytest.skip(f"left out: {BUDGET}={budget_s} is used up")
+
+
+@pytest.fixture(scope="session")
+def one_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneCluster]:
+    """The Ray cluster of all tests that can share one."""
+    shared = OneCluster(tmp_path_factory.mktemp("cluster"))
+    yield shared
+    shared.close()

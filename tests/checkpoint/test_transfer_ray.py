@@ -26,6 +26,7 @@ from shiftbook.checkpoint.transfer.source import Source
 from shiftbook.scheduler.cluster import import_ray
 from tests.checkpoint.transfer_process import digest, weights
 from tests.checkpoint.transfer_states import engine, equal, layouts, logical, shards, sync_all
+from tests.one_cluster import OneCluster
 
 RANKS = 2
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -127,7 +128,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
+def cluster(one_cluster: OneCluster) -> Iterator[Any]:
+    one_cluster.close()
     ray = import_ray()
     ray.init(
         address="local",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.engines.faulty import FACTORY, FILE
+from tests.one_cluster import OneCluster
 from tests.scheduler.conftest import OnRay
 
 SLOTS = 2
@@ -43,11 +44,14 @@ class OnVllm(OnRay):
 
 
 @pytest.fixture(scope="session")
-def vllm_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def vllm_cluster(
+    one_cluster: OneCluster, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """A head of its own with two slots; its rollout processes may have a fault."""
     from shiftbook.jobs import config
     from shiftbook.jobs.runner import Cluster, Place
 
+    one_cluster.close()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(config.FACTORIES, "rollout", FACTORY)
         with Cluster(Place(tmp_path_factory.mktemp("vllm")), SLOTS) as cluster:

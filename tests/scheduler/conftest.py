@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from shiftbook.ledger.ledger import Ledger
+from tests.one_cluster import OneCluster
 from tests.scheduler.waiting import until
 
-SLOTS = 4
 JOB_LIMIT_S = 180.0
 
 
@@ -93,14 +93,10 @@ class OnRay:
         return status is not None and status["pid"] != pid
 
 
-@pytest.fixture(scope="session")
-def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@pytest.fixture
+def ray_cluster(one_cluster: OneCluster) -> Any:
     """A head of its own with 4 slots on this machine, and all worker processes warm."""
-    from shiftbook.jobs.runner import Cluster, Place
-
-    with Cluster(Place(tmp_path_factory.mktemp("cluster")), SLOTS) as cluster:
-        cluster.warm()
-        yield cluster
+    return one_cluster.shared()
 
 
 FAILED = pytest.StashKey[bool]()
@@ -115,14 +111,14 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 @pytest.fixture
-def on_ray(request: pytest.FixtureRequest, ray_cluster: Any, tmp_path: Path) -> Iterator[OnRay]:
-    """A fresh ledger on the shared cluster; a test that failed leaves a new cluster behind."""
-    jobs = OnRay(tmp_path, ray_cluster)
+def on_ray(
+    request: pytest.FixtureRequest, one_cluster: OneCluster, tmp_path: Path
+) -> Iterator[OnRay]:
+    """A fresh ledger on the shared cluster; a test that failed ends the cluster."""
+    jobs = OnRay(tmp_path, one_cluster.shared())
     yield jobs
     if request.node.stash.get(FAILED, False):
         jobs.ledger.close()
-        ray_cluster.close()
-        ray_cluster.__enter__()
-        ray_cluster.warm()
+        one_cluster.close()
     else:
         jobs.close()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shiftbook.scheduler import cluster as clusters
-from shiftbook.scheduler.cluster import ClusterFile, processes, start_head
+from shiftbook.scheduler.cluster import ClusterFile, connect, processes, start_head
 from shiftbook.scheduler.errors import ClusterError
 
 
@@ -61,3 +61,11 @@ def test_a_head_that_cannot_start_says_why(folder: Path, monkeypatch: pytest.Mon
         start_head(2)
     assert not folder.exists()
     assert of(folder) == []
+
+
+@pytest.mark.ray
+def test_a_process_on_another_cluster_does_not_use_it_instead(ray_cluster: Any) -> None:
+    assert connect(ray_cluster.file).is_initialized(), "its own cluster, again"
+    other = ClusterFile("127.0.0.1:1", ray_cluster.file.token_path, "", 2)
+    with pytest.raises(ClusterError, match="found a connection to"):
+        connect(other)

@@ -21,6 +21,7 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
 from shiftbook.verify.guard import Guard
 from shiftbook.verify.verdict import follow
+from tests.one_cluster import OneCluster
 from tests.scheduler.conftest import OnRay
 from tests.scheduler.divergent import FAULT_FILE
 from tests.scheduler.test_faults import in_training, propose_until
@@ -66,12 +67,15 @@ def fault_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def faulty_cluster(fault_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def faulty_cluster(
+    one_cluster: OneCluster, fault_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     """A cluster whose workers and loops are those of ``divergent.py``."""
     from shiftbook.jobs import config, loop
     from shiftbook.jobs.runner import Cluster, Place
     from tests.scheduler import divergent
 
+    one_cluster.close()
     with pytest.MonkeyPatch.context() as patch:
         for component, part in (("rollout", "Rollout"), ("trainer", "Trainer")):
             path = f"tests.scheduler.divergent:{part}"

@@ -23,6 +23,7 @@ from shiftbook.ledger.events.reallocation import Interval
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.proposal import Proposal
 from shiftbook.ledger.topology import Topology
+from tests.one_cluster import OneCluster
 from tests.scheduler.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -80,11 +81,13 @@ def propose_until(on_ray: Any, job: str, after: Topology, struck: Any, strategy:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def undisturbed(
+    one_cluster: OneCluster, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Any]:
     """The record of a run that nobody disturbed."""
     from tests.scheduler.conftest import OnRay
 
-    jobs = OnRay(tmp_path_factory.mktemp("undisturbed"), ray_cluster)
+    jobs = OnRay(tmp_path_factory.mktemp("undisturbed"), one_cluster.shared())
     jobs.run("calm", schedule="static", **SIZE)
     record = jobs.record("calm")
     jobs.close()

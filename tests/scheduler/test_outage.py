@@ -24,6 +24,7 @@ from shiftbook.ledger.events import reallocation
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.sync import WeightSyncCommitted
 from shiftbook.ledger.topology import Topology
+from tests.one_cluster import OneCluster
 from tests.postgres_server import PostgresServer, running_server
 from tests.scheduler.conftest import OnRay
 from tests.scheduler.test_faults import in_training, propose_until
@@ -54,8 +55,10 @@ def on_postgres(
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ray_cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    jobs = OnRay(tmp_path_factory.mktemp("undisturbed"), ray_cluster)
+def undisturbed(
+    one_cluster: OneCluster, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, Any]:
+    jobs = OnRay(tmp_path_factory.mktemp("undisturbed"), one_cluster.shared())
     jobs.run("calm", schedule="static", **SIZE)
     record = jobs.record("calm")
     jobs.close()
