@@ -42,8 +42,8 @@ from shiftbook.checkpoint.shelf import (
     next_path,
     retain,
     shelf_lock,
-    sync_path,
 )
+from shiftbook.ledger.durable import sync_path
 
 __all__ = [
     "SavedBundle",

@@ -53,8 +53,8 @@ from shiftbook.checkpoint.shelf import (
     incoming_folder,
     next_path,
     shelf_lock,
-    sync_path,
 )
+from shiftbook.ledger.durable import sync_path
 
 __all__ = ["Described", "describe", "restore_into", "save_sharded", "write_described"]
 

@@ -20,7 +20,8 @@ from shiftbook.checkpoint.manifest import (
     check_size,
     sha256_ranges,
 )
-from shiftbook.checkpoint.shelf import BUNDLE_PREFIX, shelf_lock, sync_path
+from shiftbook.checkpoint.shelf import BUNDLE_PREFIX, shelf_lock
+from shiftbook.ledger.durable import sync_path
 
 _SHARED_FOLDER = "shared"
 

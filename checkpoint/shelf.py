@@ -151,15 +151,6 @@ def next_path(root: Path, bundle_id: str) -> Path:
     return root / f"{BUNDLE_PREFIX}{last + 1:08d}-{bundle_id[:12]}"
 
 
-def sync_path(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def find_bundle(path: str | os.PathLike[str]) -> Path:
     """A bundle's folder, given itself or a folder of bundles (then its latest)."""
     folder = Path(path)

@@ -24,7 +24,7 @@ from shiftbook.ledger.archive_format import (
     sealed,
 )
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.errors import ArchiveError
 from shiftbook.ledger.segment_place import segment_name
 

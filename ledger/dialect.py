@@ -7,7 +7,6 @@ The stores of this build are in sqlite.py and postgres.py. Another database is a
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -153,15 +152,6 @@ def abandon(connection: Connection) -> None:
     Python closes what it collects, also at its exit, so the reference is given away for good.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-
-
-def sync_path(path: Path) -> None:
-    """Make a file's content, or a folder's list of names, durable."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def open_dialect(url: str, *, lock_timeout_s: float) -> Dialect:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.errors import (
     AppendInDoubt,
     InvalidNote,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import replace_file, sync_path
 from shiftbook.ledger.errors import InvalidInput, InvalidNote, PublicationFailed
 from shiftbook.ledger.signed_note import SignedHead, split_heads
 
@@ -257,7 +257,8 @@ class CommandOutlet(Outlet):
         self._accepted = head
         if self._memory is not None:
             try:
-                _replace(self._memory, head.data())
+                replace_file(self._memory, head.data())
+                sync_path(self._memory.parent)
             except OSError as error:
                 raise self._failed(
                     f"{error.strerror or error}, although the head was accepted",
@@ -275,16 +276,6 @@ def _is_head(data: bytes) -> bool:
     except InvalidNote:
         return False
     return True
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".new")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
-    sync_path(path.parent)
 
 
 def _write_all(fd: int, data: bytes) -> None:

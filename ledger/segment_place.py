@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.errors import EvidenceError
 
 DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")

@@ -20,7 +20,7 @@ from typing import ClassVar
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.errors import InvalidKey, SigningFailed
 
 ED25519 = 0x01

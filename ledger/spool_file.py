@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftbook.ledger.canonical import decode, encode
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import InvalidEvent, SpoolError
 from shiftbook.ledger.events.base import parse

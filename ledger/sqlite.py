@@ -11,7 +11,8 @@ from pathlib import Path
 
 from sqlalchemy.dialects.sqlite.pysqlite import SQLiteDialect_pysqlite
 
-from shiftbook.ledger.dialect import Connection, Dialect, sync_path
+from shiftbook.ledger.dialect import Connection, Dialect
+from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.errors import (
     AppendInDoubt,
     InvalidEvent,

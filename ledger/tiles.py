@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-import os
 import struct
 from pathlib import Path
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.dialect import sync_path
+from shiftbook.ledger.durable import replace_file, sync_path
 from shiftbook.ledger.errors import ArchiveError, InvalidNote, NoSignedHead, ProofInvalid
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.merkle import TILE_HEIGHT, TILE_WIDTH, CompactRange
@@ -104,7 +103,7 @@ def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
         sync_path(parent)
     for path in (folder, *above) if there is None else ():
         sync_path(path.parent)
-    _replace(folder / CHECKPOINT, head.data())
+    replace_file(folder / CHECKPOINT, head.data())
     sync_path(folder)
     return head
 
@@ -141,13 +140,4 @@ def _write(path: Path, data: bytes, new: list[Path]) -> None:
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, data)
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".new")
-    with draft.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    replace_file(path, data)
