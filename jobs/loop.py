@@ -164,7 +164,10 @@ class TrainingLoop:
         return self._standing.payload(component)
 
     def begin_move(self, operation: str, components: list[str]) -> bool:
-        """A move is about to quiesce; False when the trainer is in the middle of an update."""
+        """A move is about to quiesce; False when the trainer is in the middle of an update, and
+        while records wait in the spool: of what they tell, the gate knows nothing yet."""
+        if self._phase != "training" or self._recording.spooling:
+            return False
         return self._way.begin_move(operation, components)
 
     def end_move(
@@ -277,7 +280,9 @@ class TrainingLoop:
             policy_fingerprint=standing.last_published.root,
             pid=os.getpid(),
         )
-        self._syncer = Syncer(self._gate, self._recording, self._fleet, config.job, standing.grant)
+        self._syncer = Syncer(
+            self._gate, self._recording, self._fleet, config.job, standing.grant, self._way
+        )
         self._sampler = Sampler(DATASET_SIZE, config.seed, rule=HASH_SORT)
         self._sampler.seek(*divmod(start.cursor, DATASET_SIZE))
         self._care = Care(

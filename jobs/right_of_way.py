@@ -1,4 +1,4 @@
-"""Moves, repairs and updates keep out of each other's way: one has the trainer at a time."""
+"""Moves, repairs, updates and syncs keep out of each other's way: one has the trainer at a time."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class RightOfWay:
         self._owner: str | None = None
         """Of the trainer: a move, or the update."""
         self._repairing = 0
+        self._syncing = 0
         self._closed = False
         self.moving: str | None = None
         """The move that is under way."""
@@ -39,9 +40,9 @@ class RightOfWay:
 
     def begin_move(self, operation: str, components: Collection[str]) -> bool:
         """A move is about to quiesce; False when the trainer is in the middle of an update, while a
-        repair is under way, and once the job is about to end."""
+        repair or a sync without the gate is under way, and once the job is about to end."""
         with self._free:
-            if self._closed or self._repairing:
+            if self._closed or self._repairing or self._syncing:
                 return False
             if "trainer" in components:
                 if self._owner not in (None, operation):
@@ -72,6 +73,20 @@ class RightOfWay:
         """The job is about to end: no move begins any more."""
         with self._free:
             self._closed = True
+
+    def begin_sync(self) -> bool:
+        """A sync that cannot ask the gate, since its record goes to the spool, is about to begin;
+        False while a move is under way. No move begins before `end_sync`."""
+        with self._free:
+            if self.moving is not None:
+                return False
+            self._syncing += 1
+        return True
+
+    def end_sync(self) -> None:
+        """The records of a sync that began without the gate are durable."""
+        with self._free:
+            self._syncing -= 1
 
     def await_move(self) -> None:
         """Wait until no move is under way, or for the limit."""

@@ -9,9 +9,9 @@ from typing import Any
 from shiftbook.checkpoint.bundle import restore_bundle
 from shiftbook.jobs.model import ModelConfig, parameter_shapes
 from shiftbook.jobs.policy_file import load_policy
+from shiftbook.jobs.published import Published
 from shiftbook.jobs.start import Start
 from shiftbook.jobs.sync_encoding import PatchSource
-from shiftbook.jobs.syncing import Published
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.topology import Topology

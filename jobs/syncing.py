@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from shiftbook.checkpoint.compare import root
-from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.jobs.config import SyncEncoding
 from shiftbook.jobs.errors import EngineError
-from shiftbook.jobs.model import ModelConfig
-from shiftbook.jobs.probe import TOLERANCE, Gap, Probe, expected_logps
+from shiftbook.jobs.probe import Gap
+from shiftbook.jobs.published import Published
+from shiftbook.jobs.right_of_way import RightOfWay
 from shiftbook.jobs.serving import Taken
-from shiftbook.jobs.sync_encoding import TRANSPORT, PatchOffer, PatchSource
+from shiftbook.jobs.sync_encoding import TRANSPORT
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import (
     LedgerUnreachable,
@@ -40,7 +40,6 @@ from shiftbook.scheduler.errors import first_line
 from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Brought
-from shiftbook.scheduler.workers.transfer import offer
 
 MOVE_LIMIT_S = 60.0
 LOOK_AGAIN_S = 0.05
@@ -50,55 +49,20 @@ Targets = tuple[Topology | None, tuple[str, ...]]
 """Engines, and the topology that they were read from, where they are all of its engines."""
 
 
-@dataclass(frozen=True)
-class Published:
-    """A policy version as it is sent: bfloat16 tensors in the object store, and fingerprints.
-
-    ``probe`` is what an engine must say under it, by the training side's own forward. ``patch``
-    leads to it from the version before; None where it goes whole to everybody.
-    """
-
-    version: int
-    reference: Any
-    prints: dict[str, str]
-    root: str
-    bytes: int
-    probe: Probe
-    patch: PatchOffer | None = None
-
-    @classmethod
-    def of(
-        cls,
-        weights: Mapping[str, Any],
-        version: int,
-        tolerance: float | None = None,
-        patches: PatchSource | None = None,
-    ) -> Published:
-        """Fingerprint at the source and put into the object store of the loop's node."""
-        prints = fingerprint_tensors(weights)
-        size = sum(t.nbytes for t in weights.values())
-        probe = Probe(expected_logps(weights, ModelConfig()), tolerance or TOLERANCE)
-        patch = None if patches is None else patches.next(weights, version, prints)
-        return cls(version, offer(dict(weights)), prints, root(prints), size, probe, patch)
-
-    def offered(self, encoding: SyncEncoding = "full") -> dict[str, Any]:
-        """What an engine takes the version from: the weights, or the patch."""
-        sent = {"weights": self.reference} if encoding == "full" else {"patch": self.patch}
-        return sent | {
-            "version": self.version,
-            "fingerprints": {f"model/{k}": v for k, v in self.prints.items()},
-            "probe": self.probe,
-        }
-
-
 class Syncer:
     """Begins, delivers and ends weight syncs under the attempt's standing grant."""
 
     def __init__(
-        self, gate: Gate, recording: Recording, fleet: Fleet, job: str, grant: Grant
+        self,
+        gate: Gate,
+        recording: Recording,
+        fleet: Fleet,
+        job: str,
+        grant: Grant,
+        way: RightOfWay,
     ) -> None:
         self._gate, self._recording, self._fleet = gate, recording, fleet
-        self._job, self._grant = job, grant
+        self._job, self._grant, self._way = job, grant, way
         self._count = 0
         self._held_back: set[str] = set()
         """Replicas that refused the last version, and are handed no work."""
@@ -106,50 +70,76 @@ class Syncer:
         """Held from when a version is chosen until its sync has ended: one version at a time."""
 
     def begin(self, published: Published, targets: Sequence[str], base: int | None) -> str:
-        """Record the intent; waits for a move that is quiesced or further. In an outage the
-        record is spooled: syncs inside the topology go on."""
-        return self._begin(published, base, lambda: (None, tuple(targets)))[0]
+        """Record the intent, for engines that a repair brings up; waits for a move that is
+        quiesced or further. In an outage the record is spooled: repairs go on."""
+        with self._begun(published, base, lambda: (None, tuple(targets)), repair=True) as begun:
+            return begun[0]
 
-    def _begin(
+    @contextmanager
+    def _begun(
         self,
         published: Published,
         base: int | None,
         targets: Callable[[], Targets],
         encoding: SyncEncoding = "full",
-    ) -> tuple[str, tuple[str, ...]]:
-        """``begin``, with targets that are asked for again whenever a move was waited for, and
-        whenever the topology is no longer the one that they were read from: engines may have been
-        brought up, with the version before this one."""
+        *,
+        repair: bool = False,
+    ) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """A sync whose intent is recorded: its name, and its targets. They are asked for again
+        whenever a move was waited for, and whenever the topology is no longer the one that they
+        were read from: engines may have been brought up, with the version before this one.
+
+        Where the gate cannot be asked, since records go to the spool, it is the loop that keeps
+        moves and the sync apart: a controller may still reach the ledger, and the records of the
+        sync come to stand in it behind those of a move that it grants meanwhile. A `repair` keeps
+        moves away itself.
+        """
         self._count += 1
         operation = f"sync-{self._grant.operation}-{published.version}-{self._count}"
         self._recording.flush()
         deadline = time.monotonic() + MOVE_LIMIT_S
-        while True:
+        gated = False
+        while not gated:
             topology, asked = targets()
-            started = WeightSyncStarted(
-                attempt=self._grant.operation,
-                version=published.version,
-                base_version=base,
-                source=published.prints,
-                source_root=published.root,
-                encoding=encoding,
-                targets=asked,
-                epoch=self._grant.epoch,
-            )
+            started = self._started(published, base, asked, encoding)
             try:
                 if self._recording.spooling:
                     raise LedgerUnreachable("records are being spooled")
-                name = self._gate.begin_sync(
-                    self._job, started, operation=operation, topology=topology
-                )
-                return name, asked
+                self._gate.begin_sync(self._job, started, operation=operation, topology=topology)
+                gated = True
             except (SyncMustWait, TopologyChanged):
                 if time.monotonic() > deadline:
                     raise
                 threading.Event().wait(LOOK_AGAIN_S)
             except LedgerUnreachable:
+                if repair or self._way.begin_sync():
+                    break
+                # The move that is under way ends when the ledger is back, however long that takes.
+                deadline = time.monotonic() + MOVE_LIMIT_S
+                threading.Event().wait(LOOK_AGAIN_S)
+        try:
+            if not gated:
+                asked = targets()[1]  # no move changes them any more
+                started = self._started(published, base, asked, encoding)
                 self._recording.now([Draft(started, operation=operation)], key=operation)
-                return operation, asked
+            yield operation, asked
+        finally:
+            if not gated and not repair:
+                self._way.end_sync()
+
+    def _started(
+        self, published: Published, base: int | None, asked: tuple[str, ...], encoding: SyncEncoding
+    ) -> WeightSyncStarted:
+        return WeightSyncStarted(
+            attempt=self._grant.operation,
+            version=published.version,
+            base_version=base,
+            source=published.prints,
+            source_root=published.root,
+            encoding=encoding,
+            targets=asked,
+            epoch=self._grant.epoch,
+        )
 
     def _engines(self) -> Targets:
         """Engines of the topology as the ledger has it now. In an outage those whose processes are
@@ -230,7 +220,18 @@ class Syncer:
     ) -> list[TargetOutcome]:
         """One operation; what came of it, by target."""
         began_s = time.monotonic()
-        operation, targets = self._begin(published, base, asked, encoding)
+        with self._begun(published, base, asked, encoding) as (operation, targets):
+            return self._delivered_to(operation, targets, published, encoding, began_s)
+
+    def _delivered_to(
+        self,
+        operation: str,
+        targets: Sequence[str],
+        published: Published,
+        encoding: SyncEncoding,
+        began_s: float,
+    ) -> list[TargetOutcome]:
+        """What came of a sync that began, by target; recorded."""
         on_base = self._on_base(published) if encoding == "patch" else frozenset()
         futures = {
             r: self._send(r, published, "patch" if r in on_base else "full") for r in targets

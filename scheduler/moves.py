@@ -137,7 +137,10 @@ class MoveRunner:
         reboot = strategy == "reboot"
         touched = rebooted(before, after) if reboot else changes(before, after)
         if not self._loop.begin_move(grant.operation, [c.component for c in touched]):
-            why = "an update or a repair is under way, or the job is about to end"
+            why = (
+                "an update or a repair is under way, records of the training wait for the ledger, "
+                "or the job is about to end"
+            )
             self._gate.abandon(grant.job, grant.operation, why)
             raise MoveFailed(f"{grant.operation}: abandoned, {why}")
         try:

@@ -43,3 +43,15 @@ def test_no_move_begins_once_the_job_is_about_to_end() -> None:
     right.end_move("move-1", TOPOLOGY, {}, committed=True)
     assert right.moving is None
     assert not right.begin_move("move-2", ["trainer"])
+
+
+def test_a_sync_without_the_gate_and_moves_keep_apart() -> None:
+    """A controller may reach the ledger while the loop, whose records are spooled, does not."""
+    right = way()
+    assert right.begin_move("move-1", ["inference"])
+    assert not right.begin_sync()
+    right.end_move("move-1", TOPOLOGY, {}, committed=True)
+    assert right.begin_sync()
+    assert not right.begin_move("move-2", ["inference"])
+    right.end_sync()
+    assert right.begin_move("move-2", ["inference"])

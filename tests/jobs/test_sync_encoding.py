@@ -19,17 +19,21 @@ import torch
 from torch import Tensor
 
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
-from shiftbook.jobs import sync_encoding, syncing
+from shiftbook.jobs import published as published_module
+from shiftbook.jobs import sync_encoding
 from shiftbook.jobs.components import RolloutWorker
 from shiftbook.jobs.config import JobConfig
 from shiftbook.jobs.policy_file import BASE_POLICY, load_policy
+from shiftbook.jobs.published import Published
 from shiftbook.jobs.serving import Taken
 from shiftbook.jobs.sync_encoding import PatchOffer, PatchSource
-from shiftbook.jobs.syncing import Published, Syncer
+from shiftbook.jobs.syncing import Syncer
+from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerUnreachable
 from shiftbook.ledger.events.sync import WeightSyncCommitted, WeightSyncDelivered
 from shiftbook.ledger.gate import Gate
 from shiftbook.scheduler.workers.host import HostSpec
+from tests.jobs.test_right_of_way import way
 from tests.ledger.gate_cases import WIDE, open_gate, running
 
 ENGINES = tuple(replica.name for replica in WIDE.replicas("rollout"))
@@ -38,7 +42,7 @@ ENGINES = tuple(replica.name for replica in WIDE.replicas("rollout"))
 @pytest.fixture(autouse=True)
 def no_object_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """What would go through Ray's object store is handed on as it is."""
-    for module in (sync_encoding, syncing):
+    for module in (sync_encoding, published_module):
         monkeypatch.setattr(module, "offer", lambda value: value)
 
 
@@ -221,10 +225,10 @@ def synced(
 
     fleet: Any = _Fleet(refuses)
     recording: Any = SimpleNamespace(flush=lambda: None, spooling=False, now=now)
-    syncer = Syncer(gate, recording, fleet, "j", standing)
+    syncer = Syncer(gate, recording, fleet, "j", standing, way())
     operation = syncer.begin(zero, ENGINES, None)
     drafts = [
-        syncing.Draft(
+        Draft(
             WeightSyncDelivered(
                 target=target, incarnation=f"{target}#1", version=0, root=at,
                 fingerprint_of="resident", differing=() if at == zero.root else ("head",),
@@ -235,7 +239,7 @@ def synced(
         for target, at in known.items()
     ]  # fmt: skip
     ended = WeightSyncCommitted(version=0, outcomes=(), stall_s=0.0, caches_flushed=("kv",))
-    now([*drafts, syncing.Draft(ended, operation=operation)], "zero")
+    now([*drafts, Draft(ended, operation=operation)], "zero")
     outcomes = syncer._deliver(one, lambda: (None, ENGINES), 0, "patch")
     assert [o.outcome for o in outcomes] == ["serving", "serving"]
     parsed = [s.parsed() for s in gate.ledger.read(types={"WeightSyncDelivered"})]
@@ -277,7 +281,7 @@ def test_in_an_outage_the_weights_go_whole(
 ) -> None:
     one = published(versions[:2], PatchSource(16))[1]
     recording: Any = None
-    syncer = Syncer(gate, recording, None, "j", running(gate))  # type: ignore[arg-type]
+    syncer = Syncer(gate, recording, None, "j", running(gate), way())  # type: ignore[arg-type]
 
     def away() -> Any:
         raise LedgerUnreachable("expected the ledger, found it away")

@@ -344,6 +344,37 @@ def test_ledger_out_of_reach(on_ray: Any, undisturbed: dict[int, Any]) -> None:
     assert "LedgerRestored" in types
 
 
+def test_no_move_begins_while_the_writer_stands_still(
+    on_ray: Any, undisturbed: dict[int, Any]
+) -> None:
+    """The controller reaches the ledger, the loop spools its records: the gate knows nothing of the
+    syncs that they tell, so the loop lets no move begin, and no sync begins within one."""
+    import ray
+
+    from shiftbook.scheduler.writer import start_writer
+
+    job = "writer-away"
+    on_ray.start(job, schedule="dynamic", proposer="operator", **SIZE)
+    in_training(on_ray, job)
+    first_slot, last_slot = on_ray.devices[:2]
+    both = {"tool": [], "inference": [first_slot, last_slot], "trainer": [first_slot, last_slot]}
+    after = Topology.of(both | {"rollout": [first_slot]})
+    spool = Path(f"{on_ray.place.ledger_file}.spool")
+
+    def refused() -> bool:
+        abandoned = on_ray.ledger.read(job=job, types={"ReallocationAbandoned"})
+        return any("wait for the ledger" in stored.body["reason"] for stored in abandoned)
+
+    pid = ray.get(start_writer(on_ray.place.ledger_url).pid.remote(), timeout=30)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: any(file.stat().st_size for file in spool.glob("*.spool")), 90)
+        propose_until(on_ray, job, after, refused)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    finish(on_ray, job, undisturbed)
+
+
 def test_everything_killed_at_once(undisturbed: dict[int, Any], tmp_path: Path) -> None:
     """Head, workers, loop and controller die together; the same command takes the job up again."""
     from shiftbook.jobs.runner import Place
