@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.one_cluster import OneCluster
 
@@ -28,6 +29,10 @@ ORDER: tuple[frozenset[str], ...] = (
 
 BUDGET = "SHIFTBOOK_TEST_BUDGET_S"
 BEGAN_S = time.monotonic()
+
+# How long an example takes depends on what else the machine does; pytest-timeout ends those that hang.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 
 def pytest_configure() -> None:

@@ -157,7 +157,7 @@ def test_a_silent_child_is_replaced_and_its_call_repeated() -> None:
         os.kill(box.child_pid, signal.SIGSTOP)
         box.start_call(("000000/1", 0), "2+2")
         assert collect(box, 1)["000000/1", 0].value == "4"
-        assert box.child_restarts == 1
+        assert box.child_restarts >= 1, "its successor may be slow to come up, and be replaced too"
 
 
 def test_a_call_is_repeatable_under_its_key_and_only_as_the_same_call(toolbox: Toolbox) -> None:
