@@ -30,7 +30,7 @@ ORDER: tuple[frozenset[str], ...] = (
 BUDGET = "SHIFTBOOK_TEST_BUDGET_S"
 BEGAN_S = time.monotonic()
 
-# How long an example takes depends on what else the machine does; pytest-timeout ends those that hang.
+# An example takes longer where the machine is busy; pytest-timeout ends those that hang.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
