@@ -38,10 +38,10 @@ FORMAT = 1
 
 # fmt: off
 FOLDING_MODULES = (
-    "__init__", "amendment", "canonical", "dialect", "engines", "envelope", "errors", "file_lock",
-    "fold_jobs", "fold_moves", "fold_rules", "fold_syncs", "folding", "job_state", "plan",
-    "postgres", "postgres_session", "postgres_url", "postgres_wake", "snapshots", "sqlite", "state",
-    "tables", "topology",
+    "__init__", "amendment", "canonical", "dialect", "durable", "engines", "envelope", "errors",
+    "file_lock", "fold_jobs", "fold_moves", "fold_rules", "fold_syncs", "folding", "job_state",
+    "plan", "postgres", "postgres_session", "postgres_url", "postgres_wake", "snapshots", "sqlite",
+    "state", "tables", "topology",
 )
 # fmt: on
 """Modules that, with the events, decide what a fold gives: all that ``state`` and ``folding``
