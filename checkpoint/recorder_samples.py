@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, repeat
 from typing import Any
@@ -73,7 +73,7 @@ Columns = dict[str, list[Any]]
 def _optional(columns: Columns, **values: list[Any]) -> None:
     """Add columns that some row has; rows that lack a value have null there."""
     for name, column in values.items():
-        if any(value is not None for value in column):
+        if column.count(None) < len(column):
             columns[name] = column
 
 
@@ -193,8 +193,8 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
         "logp_digest": [
             _logp_digest(s.logps, mask) for s, mask in zip(samples, masks, strict=True)
         ],
-        "version_min": [min(version for version, _, _ in span) for span in spans],
-        "version_max": [max(version for version, _, _ in span) for span in spans],
+        "version_min": _versions(min, spans),
+        "version_max": _versions(max, spans),
         "replica": [s.replica for s in samples],
         "incarnation": [s.incarnation for s in samples],
     }
@@ -220,8 +220,16 @@ def generated_rows(samples: Sequence[Generated]) -> tuple[Columns, int]:
     return columns, sampled
 
 
-def _spans(sample: Generated, mask: _Mask | None) -> list[tuple[int, int, str]]:
-    """Sampled tokens of a sample by what made them, in order: version, how many, incarnation."""
+Spans = list[tuple[int, int, str]]
+"""Sampled tokens of a sample by what made them, in order: version, how many, incarnation."""
+
+
+def _versions(of: Callable[[Iterable[int]], int], samples: Sequence[Spans]) -> list[int]:
+    """The least or largest version of each sample; most have one."""
+    return [s[0][0] if len(s) == 1 else of(version for version, _, _ in s) for s in samples]
+
+
+def _spans(sample: Generated, mask: _Mask | None) -> Spans:
     count = len(sample.tokens) if mask is None else mask.count
     made_by = sample.incarnations
     if isinstance(sample.version, int) and made_by is None:
