@@ -57,8 +57,9 @@ def place(item: pytest.Item) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by ORDER; within one place the order stays, so fixtures of a module are made once."""
-    items.sort(key=place)
+    """Sort by ORDER, in each place those marked ``first`` before the others; apart from that the
+    order stays, so fixtures of a module are made once."""
+    items.sort(key=lambda item: (place(item), item.get_closest_marker("first") is None))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -125,7 +125,14 @@ def finish(on_ray: Any, job: str, undisturbed: dict[int, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "boundary", ["granted", "quiesced", "transferred", "verified", "committed"]
+    "boundary",
+    [
+        "granted",
+        "quiesced",
+        pytest.param("transferred", marks=pytest.mark.first),
+        "verified",
+        "committed",
+    ],
 )
 def test_killed_controller(on_ray: Any, undisturbed: dict[int, Any], boundary: str) -> None:
     """The loop goes on, and what starts again ends the move with the same processes."""
@@ -344,6 +351,7 @@ def test_ledger_out_of_reach(on_ray: Any, undisturbed: dict[int, Any]) -> None:
     assert "LedgerRestored" in types
 
 
+@pytest.mark.first
 def test_no_move_begins_while_the_writer_stands_still(
     on_ray: Any, undisturbed: dict[int, Any]
 ) -> None:

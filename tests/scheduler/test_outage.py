@@ -117,6 +117,7 @@ def says_that_it_was_away(on_postgres: OnRay) -> None:
     assert set(types) >= OUTAGE
 
 
+@pytest.mark.first
 def test_training_goes_on_without_the_server(
     on_postgres: OnRay, server: PostgresServer, undisturbed: dict[int, Any]
 ) -> None:
