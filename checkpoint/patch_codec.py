@@ -71,14 +71,6 @@ class Packed:
         """The bytes of a section: an index of the blocks, then their words."""
         return self.found[:, :2].astype("<u4").tobytes() + self.words.astype("<u8").tobytes()
 
-    def changes(self, units: int, dtype: Any) -> Changes:
-        """Positions and differences again, of a tensor of so many units."""
-        changed = int(self.found[:, 0].sum())
-        changes = Changes(np.empty(changed, np.int64), np.empty(changed, dtype))
-        index = self.found[:, :2].astype(np.uint32)
-        assert unpack_blocks(self.words, index, units, changes.positions, changes.differences)
-        return changes
-
 
 def sums_of_changes(positions: Positions, old: Units, new: Units) -> Sums:
     """What the changes add to both sums of the tensor's fingerprint (mod 2^64)."""
