@@ -27,6 +27,7 @@ from shiftbook.checkpoint.positions import ITEM_BYTES
 from shiftbook.ledger import canonical
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Count, Hex128
+from shiftbook.ledger.events.sync import SyncLoss
 
 MAGIC = b"SHIFTBOOK-PATCH\n"
 FORMAT: Final = "shiftbook-patch-v2"
@@ -214,6 +215,20 @@ class Patch:
     def changed(self) -> int:
         """Units that change, in all tensors."""
         return sum(tensor.changed for tensor in self.header.tensors.values())
+
+    @property
+    def loss(self) -> SyncLoss | None:
+        """What a weight sync that sends this patch says of its loss; None for a lossless one."""
+        lossy = self.header.lossy
+        if lossy is None:
+            return None
+        errors = [t.largest_error for t in self.header.tensors.values() if t.largest_error]
+        return SyncLoss(
+            encoding=lossy.encoding,
+            max_error=lossy.max_error,
+            largest_error=max(errors, default=0.0),
+            root=self.header.result_root,
+        )
 
     def sections(self) -> Iterator[tuple[str, TensorPatch, list[memoryview]]]:
         """Each tensor's stored sections, in order of name."""
