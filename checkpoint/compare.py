@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 from shiftbook.checkpoint.errors import FingerprintError
 
@@ -23,6 +25,25 @@ def check_hex(name: str, value: object) -> str:
     )
 
 
+def raw_fingerprints(fingerprints: Mapping[str, str], names: Sequence[str]) -> bytes:
+    """The fingerprints of some tensors, 16 bytes each, in the order of `names`.
+
+    All are read and checked at once: a model has hundreds. Raises FingerprintError on a value that
+    is no fingerprint.
+    """
+    values: list[Any] = [fingerprints[name] for name in names]
+    try:
+        joined = "".join(values)
+        raw = bytes.fromhex(joined)
+    except (TypeError, ValueError):
+        joined, raw = "", b"?"
+    # `fromhex` takes spaces and capitals too; what it read must be what stands there.
+    if raw.hex() != joined or any(len(value) != HEX_DIGITS for value in values):
+        for name in names:
+            check_hex(name, fingerprints[name])
+    return raw
+
+
 def root(fingerprints: Mapping[str, str]) -> str:
     """Digest a map of tensor name to fingerprint into 32 hex digits, whatever the map's order.
 
@@ -31,14 +52,19 @@ def root(fingerprints: Mapping[str, str]) -> str:
     (see `shiftbook.checkpoint.fingerprint`), so the root is as well. Raises FingerprintError on a
     value that is no fingerprint.
     """
-    digest = hashlib.sha256(_ROOT_DOMAIN)
-    digest.update(len(fingerprints).to_bytes(8, "big"))
-    for name in sorted(fingerprints):
-        encoded = name.encode("utf-8")
-        digest.update(len(encoded).to_bytes(8, "big"))
-        digest.update(encoded)
-        digest.update(bytes.fromhex(check_hex(name, fingerprints[name])))
-    return digest.hexdigest()[:HEX_DIGITS]
+    names = sorted(fingerprints)
+    raw = raw_fingerprints(fingerprints, names)
+    pieces = [_ROOT_DOMAIN, len(names).to_bytes(8, "big")]
+    for k, name in enumerate(names):
+        pieces += _named(name), raw[16 * k : 16 * k + 16]
+    return hashlib.sha256(b"".join(pieces)).hexdigest()[:HEX_DIGITS]
+
+
+@lru_cache(maxsize=65_536)
+def _named(name: str) -> bytes:
+    """A name with its length in front."""
+    encoded = name.encode("utf-8")
+    return len(encoded).to_bytes(8, "big") + encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +98,7 @@ class FingerprintMap:
     values: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, value in self.values.items():
-            check_hex(name, value)
+        raw_fingerprints(self.values, list(self.values))
 
     @property
     def root(self) -> str:

@@ -238,6 +238,14 @@ def fingerprint_tensors(
     }
 
 
+def bindings(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> NDArray[np.uint64]:
+    """What binds the fingerprint of each whole tensor to its dtype and shape: `[tensor, 2]`.
+
+    The sums of a tensor and its row, added mod 2^64, are the two halves of its fingerprint.
+    """
+    return np.array([_binding(*kind) for kind in kinds], np.uint64).reshape(-1, 2)
+
+
 def _on_device(tensor: Any) -> bool:
     """True for a torch tensor that the processor cannot read in place."""
     torch = sys.modules.get("torch")

@@ -8,25 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from shiftbook.checkpoint.compare import root
+import numpy as np
+
+from shiftbook.checkpoint.compare import HEX_DIGITS, raw_fingerprints, root
 from shiftbook.checkpoint.errors import PatchUnencodable
-from shiftbook.checkpoint.fingerprint import Fingerprint
+from shiftbook.checkpoint.fingerprint import Fingerprint, bindings
 from shiftbook.checkpoint.patch_apply import Applied, apply_patch
-from shiftbook.checkpoint.patch_blocks import Compared, Pair, compare_pairs, fits
+from shiftbook.checkpoint.patch_blocks import Compared, Pair, compare_pairs
 from shiftbook.checkpoint.patch_codec import (
-    Sums,
-    Units,
+    Encoded,
     encode_bits,
     encode_changes,
-    encode_packed,
     sums_of_changes,
 )
 from shiftbook.checkpoint.patch_format import (
-    Header,
+    Fields,
     Lossy,
     Patch,
-    TensorPatch,
-    format_of,
     read_patch,
     write_patch,
 )
@@ -52,7 +50,6 @@ __all__ = [
 ]
 
 NaN = Literal["refuse", "carry"]
-Encoded = tuple[dict[str, Any], list[bytes]]
 
 
 def encode_patch(
@@ -77,32 +74,20 @@ def encode_patch(
     news = {name: place_of(tensor) for name, tensor in new.items()}
     _same_tensors(bases, news)
     before = base_fingerprints or fingerprints_of(base, threads)
-    records: dict[str, TensorPatch] = {}
+    records: dict[str, Fields] = {}
     payload: dict[str, list[bytes]] = {}
-    for name, (fields, stored), change, sums in _differences(bases, news, nan, threads):
+    for name, (fields, stored), result in _differences(bases, news, before, nan, threads):
         place = news[name]
-        result = Fingerprint.whole(place.dtype, place.shape, sums).hex
-        _check_leads(name, before[name], change, result)
         if lossy is not None and stored:
             coded = encode_int8(place.dtype, bases[name].read(), place.read(), lossy.max_error)
             if coded is not None and sum(map(len, coded[1])) < sum(map(len, stored)):
                 fields, stored, units = coded
                 result = fingerprint_of_units(place.dtype, place.shape, units).hex
-        records[name] = TensorPatch.model_construct(
-            dtype=place.dtype, shape=place.shape, base=before[name], result=result, **fields
-        )
-        payload[name] = stored
-    results = {name: record.result for name, record in records.items()}
-    header = Header.model_construct(  # right by construction; the reader checks
-        format=format_of(records),
-        version=version,
-        base_version=base_version,
-        base_root=root({name: before[name] for name in records}),
-        result_root=root(results),
-        lossy=lossy if lossy and any(r.encoding == "int8" for r in records.values()) else None,
-        tensors=records,
-    )
-    return write_patch(header, payload)
+        fields["dtype"], fields["shape"] = place.dtype, place.shape
+        fields["base"], fields["result"] = before[name], result
+        records[name], payload[name] = fields, stored
+    base_root = root({name: before[name] for name in records})
+    return write_patch(version, (base_version, base_root), records, payload, lossy)
 
 
 def encode_anchor(
@@ -119,57 +104,78 @@ def encode_anchor(
 def _differences(
     bases: Mapping[str, Place],
     news: Mapping[str, Place],
+    before: Mapping[str, str],
     nan: NaN,
     threads: int,
-) -> Iterator[tuple[str, Encoded, Sums, Sums]]:
-    """Of each tensor, by name: its changes as sections, what they add to both sums of the
-    fingerprint, and those of the new version.
-    """
-    pairs = {
-        name: _pair(bases[name], new, nan)
-        for name, new in news.items()
-        if _fits(bases[name]) and _fits(new)
-    }
-    compared = compare_pairs(pairs, threads)
-    for name in sorted(news):
+) -> Iterator[tuple[str, Encoded, str]]:
+    """Of each tensor: its changes as sections, and the fingerprint of its new version."""
+    pairs: dict[str, Pair] = {}
+    others: list[str] = []
+    for name, new in news.items():
+        if _fits(bases[name]) and _fits(new):
+            pairs[name] = _pair(bases[name], new, nan)
+        else:
+            others.append(name)
+    for compared in compare_pairs(pairs, threads):
+        yield from _of_compared(compared, news, before)
+    for name in others:
         base, new = bases[name], news[name]
-        found = None if name in compared else changes_on_device(base, new)
-        if found is not None:
-            if nan == "refuse":
-                _refuse_nan(name, count_nan(new.dtype, found.new))
-            change = sums_of_changes(found.positions, found.old, found.new)
-            yield name, encode_changes(found.changes, new.count), change, found.sums
+        found = changes_on_device(base, new)
+        if found is None:
+            # Strided ones are copied one by one, so that few copies are held.
+            for compared in compare_pairs({name: _pair(base, new, nan)}, threads):
+                yield from _of_compared(compared, news, before)
             continue
-        # Strided ones are copied one by one, so that few copies are held.
-        pair = pairs.get(name) or _pair(base, new, nan)
-        one: Compared = compared.get(name) or compare_pairs({name: pair}, threads)[name]
-        _refuse_nan(name, one.refused)
-        encoded = encode_packed(one.packed, pair.new.size, pair.new.dtype)
-        yield name, encoded, one.change, one.new
+        if nan == "refuse":
+            _refuse_nan(name, count_nan(new.dtype, found.new))
+        change = sums_of_changes(found.positions, found.old, found.new)
+        result = Fingerprint.whole(new.dtype, new.shape, found.sums).hex
+        if moved_hex(name, before[name], change) != result:
+            raise _leads_elsewhere(name, before[name], result)
+        yield name, encode_changes(found.changes, new.count), result
+
+
+def _of_compared(
+    compared: Compared, news: Mapping[str, Place], before: Mapping[str, str]
+) -> Iterator[tuple[str, Encoded, str]]:
+    """What `_differences` yields, for tensors that one call compared."""
+    names = compared.names
+    places = [news[name] for name in names]
+    bound = compared.new + bindings([(place.dtype, place.shape) for place in places])
+    results = bound.astype(">u8").tobytes().hex()
+    started = np.frombuffer(raw_fingerprints(before, names), ">u8").reshape(-1, 2)
+    leads = (started + compared.change == bound).all(axis=1).tolist()
+    for k, name in enumerate(names):
+        _refuse_nan(name, compared.totals[k][4])
+        result = results[HEX_DIGITS * k : HEX_DIGITS * (k + 1)]
+        if not leads[k]:
+            raise _leads_elsewhere(name, before[name], result)
+        yield name, compared.encoded(k), result
 
 
 def _pair(base: Place, new: Place, nan: NaN) -> Pair:
-    """Flat units of both in aligned memory: as they lie where that will do."""
+    """Both in aligned memory: as they lie where that will do."""
     rule = nan_rule(new.dtype) if nan == "refuse" else NO_NUMBER
     return Pair(_flat(base), _flat(new), rule)
 
 
 def _fits(place: Place) -> bool:
-    return isinstance(place, HostPlace) and fits(place.units)
+    return isinstance(place, HostPlace) and place.fits
 
 
-def _flat(place: Place) -> Units:
-    units = place.read()
-    return units if fits(units) else units.copy()
+def _flat(place: Place) -> HostPlace:
+    """A place that the loops can read, with the same content."""
+    if isinstance(place, HostPlace):
+        return place.flat()
+    return HostPlace(place.dtype, place.shape, place.read()).flat()
 
 
-def _check_leads(name: str, before: str, change: Sums, after: str) -> None:
-    if moved_hex(name, before, change) != after:
-        raise PatchUnencodable(
-            f"{name}: expected a base with fingerprint {before}, found tensors that do not lead "
-            f"from it to {after}; the base changed since it was fingerprinted: send an anchor",
-            tensor=name,
-        )
+def _leads_elsewhere(name: str, before: str, after: str) -> PatchUnencodable:
+    return PatchUnencodable(
+        f"{name}: expected a base with fingerprint {before}, found tensors that do not lead "
+        f"from it to {after}; the base changed since it was fingerprinted: send an anchor",
+        tensor=name,
+    )
 
 
 def _refuse_nan(name: str, count: int) -> None:
@@ -184,7 +190,7 @@ def _refuse_nan(name: str, count: int) -> None:
 def _write_anchor(
     places: Mapping[str, Place], results: Mapping[str, str], version: int, nan: NaN
 ) -> bytes:
-    records: dict[str, TensorPatch] = {}
+    records: dict[str, Fields] = {}
     payload: dict[str, list[bytes]] = {}
     for name in sorted(places):
         place = places[name]
@@ -192,13 +198,9 @@ def _write_anchor(
         if nan == "refuse":
             _refuse_nan(name, count_nan(place.dtype, units))
         fields, payload[name] = encode_bits(units)
-        records[name] = TensorPatch(
-            dtype=place.dtype, shape=place.shape, result=results[name], **fields
-        )
-    header = Header(
-        format=format_of(records), version=version, result_root=root(results), tensors=records
-    )
-    return write_patch(header, payload)
+        known = {"dtype": place.dtype, "shape": place.shape, "result": results[name]}
+        records[name] = known | fields
+    return write_patch(version, None, records, payload)
 
 
 def _same_tensors(base: Mapping[str, Place], new: Mapping[str, Place]) -> None:

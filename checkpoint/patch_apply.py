@@ -6,17 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shiftbook.checkpoint.compare import FingerprintMap
+import numpy as np
+from numpy.typing import NDArray
+
+from shiftbook.checkpoint.compare import HEX_DIGITS, FingerprintMap, raw_fingerprints
 from shiftbook.checkpoint.errors import PatchDamaged, PatchRefused
-from shiftbook.checkpoint.fingerprint import Fingerprint
-from shiftbook.checkpoint.patch_blocks import Target, Writes, fits
+from shiftbook.checkpoint.fingerprint import bindings
+from shiftbook.checkpoint.patch_blocks import Checked, Target, Writes
 from shiftbook.checkpoint.patch_codec import (
     Positions,
     Units,
     changes_outside,
     decode_bits,
     decode_changes,
-    packed_section,
 )
 from shiftbook.checkpoint.patch_format import Header, Patch, TensorPatch, read_patch
 from shiftbook.checkpoint.patch_numbers import decode_int8
@@ -86,32 +88,73 @@ def _apply_changes(
     others: dict[str, tuple[TensorPatch, list[memoryview]]] = {}
     for name, record, stored in patch.sections():
         place = places[name]
-        in_blocks = isinstance(place, HostPlace) and fits(place.units)
-        if in_blocks and record.encoding in ("same", "packed"):
-            units = place.read()
-            changes = packed_section(name, record, stored[0]) if stored else (None, None)
-            targets[name] = Target(units, *changes)
+        packed = record.encoding in ("same", "packed")
+        if packed and isinstance(place, HostPlace) and place.fits:
+            section = stored[0] if stored else memoryview(b"")
+            targets[name] = Target(place, record.changed, section)
         else:
             others[name] = (record, stored)
     writes = Writes(targets, threads)
     checked = writes.check(summed=known is None)
-    found = dict(known or {})
-    if known is None:
-        for name, one in checked.items():
-            place = places[name]
-            found[name] = Fingerprint.whole(place.dtype, place.shape, one.base).hex
-        found |= fingerprints_of({n: t for n, t in tensors.items() if n not in found}, threads)
-    _check_base(header, found, version)
-    for name, one in checked.items():
-        record = header.tensors[name]
-        if not one.good:
-            raise changes_outside(name, record)
-        _check_result(name, record, moved_hex(name, str(record.base), one.change))
+    _check_base(header, tensors, checked, version, known, threads)
+    for one in checked:
+        _check_results(header, one)
     more = {name: _checked_write(name, *each, places[name]) for name, each in others.items()}
     writes.write()
     for name, write in more.items():
         if write is not None:
             places[name].write(*write)
+
+
+def _check_base(
+    header: Header,
+    tensors: Mapping[str, Any],
+    checked: list[Checked],
+    version: int | None,
+    known: Mapping[str, str] | None,
+    threads: int,
+) -> None:
+    """Compare the fingerprints of the tensors as they are with those of the patch's base."""
+    expected = header.base_fingerprints
+    found = dict(known or {})
+    if known is None:
+        for one in checked:
+            kinds = [(header.tensors[name].dtype, header.tensors[name].shape) for name in one.names]
+            digits = (one.base + bindings(kinds)).astype(">u8").tobytes().hex()
+            for k, name in enumerate(one.names):
+                found[name] = digits[HEX_DIGITS * k : HEX_DIGITS * (k + 1)]
+        left = {name: tensor for name, tensor in tensors.items() if name not in found}
+        if left:
+            found |= fingerprints_of(left, threads)
+    if found == expected:
+        return
+    difference = FingerprintMap(expected).compare(found)
+    raise PatchRefused(
+        f"expected the patch's base, version {version} with root {header.base_root}, found "
+        f"other contents ({difference.describe()}); ask for an anchor",
+        tensor=difference.changed[0] if difference.changed else None,
+    )
+
+
+def _check_results(header: Header, checked: Checked) -> None:
+    """What the changes of packed tensors say, and lead to, before any is written."""
+    names = checked.names
+    expected = _halves(header.result_fingerprints, names)
+    leads_to = _halves(header.base_fingerprints, names) + checked.change
+    right = (leads_to == expected).all(axis=1)
+    if (right & checked.good).all():
+        return
+    k = int(np.argmin(right & checked.good))
+    record = header.tensors[names[k]]
+    if not checked.good[k]:
+        raise changes_outside(names[k], record)
+    _check_result(names[k], record, leads_to[k].astype(">u8").tobytes().hex())
+
+
+def _halves(fingerprints: Mapping[str, str], names: list[str]) -> NDArray[np.uint64]:
+    """Both halves of some fingerprints as numbers: `[tensor, 2]`."""
+    raw = np.frombuffer(raw_fingerprints(fingerprints, names), ">u8")
+    return raw.astype(np.uint64).reshape(-1, 2)
 
 
 def _check_belongs(
@@ -143,16 +186,6 @@ def _check_belongs(
             f"expected a patch with errors of at most {accept_error or 0}, found one that declares "
             f"{header.lossy.max_error} ({header.lossy.encoding}); declare the loss, or ask for a "
             "lossless patch"
-        )
-
-
-def _check_base(header: Header, found: Mapping[str, str], version: int | None) -> None:
-    difference = FingerprintMap(header.base_fingerprints).compare(dict(found))
-    if not difference.equal:
-        raise PatchRefused(
-            f"expected the patch's base, version {version} with root {header.base_root}, found "
-            f"other contents ({difference.describe()}); ask for an anchor",
-            tensor=difference.changed[0] if difference.changed else None,
         )
 
 

@@ -10,17 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shiftbook.checkpoint.host_sums import sum_block
-from shiftbook.checkpoint.patch_codec import COUNTS, Packed, Sums, Words, blocks_of
-from shiftbook.checkpoint.patch_format import BLOCK
+from shiftbook.checkpoint.patch_codec import (
+    COUNTS,
+    MOST_CHANGES,
+    Changes,
+    Encoded,
+    Words,
+    blocks_of,
+    encode_found,
+)
+from shiftbook.checkpoint.patch_format import BLOCK, INDEX_BYTES
 from shiftbook.checkpoint.patch_kernel import check_blocks, compare_blocks, put_blocks
 from shiftbook.checkpoint.patch_numbers import Rule
-from shiftbook.checkpoint.positions import MASK_64
+from shiftbook.checkpoint.patch_places import HostPlace
 
 _STRETCH_BYTES = 4 << 20  # of tensors, for one native call
 _WORDS_PER_BYTE = 1 / 64  # first room for what they are packed into; untouched memory costs nothing
@@ -29,74 +37,91 @@ _LEAST_WORDS = 4096
 Blocks = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two versions of one tensor: flat units in memory, aligned to whole words."""
+class Pair(NamedTuple):
+    """Two versions of one tensor, in places that fit."""
 
-    base: NDArray[Any]
-    new: NDArray[Any]
+    base: HostPlace
+    new: HostPlace
     refused: Rule
     """Numbers that may not come in."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What leads from the base of a pair to the new one."""
+    """What leads from the bases of some pairs to the new ones; their units are of one type."""
 
-    packed: Packed
-    change: Sums
-    """What the changes add to both sums of the fingerprint."""
-    new: Sums
-    """Both sums of the new version."""
+    names: list[str]
+    change: NDArray[np.uint64]
+    """`[tensor, 2]`: what the changes add to both sums of each fingerprint."""
+    new: NDArray[np.uint64]
+    """`[tensor, 2]`: both sums of each new version."""
+    totals: list[list[int]]
+    """Of each tensor: `Packed.found`, added up over its blocks. The last are refused numbers."""
+    _pairs: list[Pair]
+    _edges: list[int]
+    _words_count: list[int]
+    _words_end: list[int]
+    """Of each block, in the tensors' order: its words, and where they end in `_words`."""
+    _index: memoryview
+    """Of each block, in the tensors' order, the entry of a section's index."""
+    _words: memoryview
 
-    @property
-    def refused(self) -> int:
-        """Refused numbers among the new units."""
-        return int(self.packed.found[:, 4].sum())
+    def encoded(self, k: int) -> Encoded:
+        """Fields and sections of the `k`th tensor."""
+        width = self._pairs[k].new.kind.itemsize
+        total = self.totals[k]
+        return encode_found(total, width, lambda: self._section(k), lambda: self._changes(k))
+
+    def _section(self, k: int) -> bytes:
+        """As `Packed.section` writes it, out of what lies there for all tensors."""
+        first, last = self._edges[k], self._edges[k + 1]
+        pieces = [self._index[INDEX_BYTES * first : INDEX_BYTES * last]]
+        for block in range(first, last):
+            end = self._words_end[block]
+            pieces.append(self._words[8 * (end - self._words_count[block]) : 8 * end])
+        return b"".join(pieces)
+
+    def _changes(self, k: int) -> Changes:
+        """Compared once more, which takes less than to read many changes from their bits."""
+        base, new = (place.units.reshape(-1) for place in self._pairs[k][:2])
+        positions = np.flatnonzero(base != new)
+        return Changes(positions, np.asarray(new[positions] - base[positions]))
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A tensor that changes: flat units in memory, and what `packed_section` gave for it."""
+class Target(NamedTuple):
+    """A tensor that changes, in a place that fits, and its packed section."""
 
-    units: NDArray[Any]
-    index: NDArray[np.uint32] | None
-    """None where nothing changes."""
-    words: Words | None
+    place: HostPlace
+    changed: int
+    section: memoryview
+    """As `Packed.section` wrote it, of any content; empty where nothing changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What came of a target."""
+    """What came of some targets; their units are of one type."""
 
-    good: bool
-    """The bits of its changes say something."""
-    base: Sums
-    """Both sums of its units, where they were asked for."""
-    change: Sums
-
-
-def fits(units: NDArray[Any]) -> bool:
-    """True for units that lie in memory as the loops here read them."""
-    return bool(units.flags.c_contiguous) and _address(units) % 4 == 0
+    names: list[str]
+    good: NDArray[np.bool_]
+    """`[tensor]`: whether the bits of its changes say something."""
+    base: NDArray[np.uint64]
+    """`[tensor, 2]`: both sums of its units, where they were asked for."""
+    change: NDArray[np.uint64]
+    """`[tensor, 2]`: what the changes add to them."""
 
 
-def compare_pairs(pairs: Mapping[str, Pair], threads: int) -> dict[str, Compared]:
-    """Compare all pairs of versions."""
-    found: dict[str, Compared] = {}
-    for kind, names in _by_type({name: pair.new for name, pair in pairs.items()}).items():
-        found |= _compare_type(kind, {name: pairs[name] for name in names}, threads)
-    return found
+def compare_pairs(pairs: Mapping[str, Pair], threads: int) -> list[Compared]:
+    """Compare all pairs of versions: one result for each type of units."""
+    kinds = _by_type({name: pair.new for name, pair in pairs.items()}).items()
+    return [_compare_type(kind, {n: pairs[n] for n in names}, threads) for kind, names in kinds]
 
 
-def _compare_type(
-    kind: np.dtype[Any], pairs: Mapping[str, Pair], threads: int
-) -> dict[str, Compared]:
-    edges, spans = _cut([pair.new.size for pair in pairs.values()])
-    starts = [(_address(pair.base), _address(pair.new)) for pair in pairs.values()]
+def _compare_type(kind: np.dtype[Any], pairs: Mapping[str, Pair], threads: int) -> Compared:
+    edges, spans = _cut([pair.new.count for pair in pairs.values()])
     order = _side_by_side(spans)
     spans = spans[order]
-    owner = np.repeat(np.arange(len(starts)), np.diff(edges))[order]
+    owner = np.repeat(np.arange(len(pairs)), np.diff(edges))[order]
+    starts = [(pair.base.address, pair.new.address) for pair in pairs.values()]
     addresses = np.array(starts, np.uint64).reshape(-1, 2)[owner]
     addresses += (spans[:, :1] * kind.itemsize).astype(np.uint64)
     rules = np.array([pair.refused for pair in pairs.values()], np.uint64).reshape(-1, 4)[owner]
@@ -125,20 +150,24 @@ def _compare_type(
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     words = in_threads(_stretches(spans, kind.itemsize), compare, threads)
-    together = np.concatenate(words) if words else np.empty(0, np.uint64)
-    pieces = np.split(together, found[:-1, 1].cumsum()) if len(found) else []
     place = np.argsort(order)  # where each block of each tensor went
+    ends = found[:, 1].cumsum()[place]
     found = found[place]
     total = _per_tensor(sums[place], edges)
-    compared = {}
-    for k, name in enumerate(pairs):
-        blocks = slice(edges[k], edges[k + 1])
-        own = [pieces[at] for at in place[blocks]]
-        packed = Packed(found[blocks], np.concatenate(own) if own else np.empty(0, np.uint64))
-        change_0, change_1, new_0, new_1 = total[k]
-        new = _with_loose(pairs[name].new, new_0, new_1)
-        compared[name] = Compared(packed, (change_0, change_1), new)
-    return compared
+    new = _with_loose([pair.new for pair in pairs.values()], total[:, 2:])
+    together = np.concatenate(words) if words else np.empty(0, np.uint64)
+    return Compared(
+        list(pairs),
+        total[:, :2],
+        new,
+        _per_tensor(found, edges).tolist(),
+        list(pairs.values()),
+        edges.tolist(),
+        found[:, 1].tolist(),
+        ends.tolist(),
+        memoryview(found[:, :2].astype("<u4").tobytes()),
+        memoryview(together.astype("<u8", copy=False).tobytes()),
+    )
 
 
 class Writes:
@@ -148,15 +177,12 @@ class Writes:
         self._threads = threads
         self._types = [
             _TypeWrites(kind, {name: targets[name] for name in names})
-            for kind, names in _by_type({n: t.units for n, t in targets.items()}).items()
+            for kind, names in _by_type({n: t.place for n, t in targets.items()}).items()
         ]
 
-    def check(self, *, summed: bool) -> dict[str, Checked]:
+    def check(self, *, summed: bool) -> list[Checked]:
         """Unpack, gather and sum. `summed` asks for the sums of the units as they are."""
-        found: dict[str, Checked] = {}
-        for each in self._types:
-            found |= each.check(self._threads, summed)
-        return found
+        return [each.check(self._threads, summed) for each in self._types]
 
     def write(self) -> None:
         """Write what came out."""
@@ -168,33 +194,42 @@ class _TypeWrites:
     """Those of one type of units."""
 
     def __init__(self, kind: np.dtype[Any], targets: Mapping[str, Target]) -> None:
-        self._units = {name: target.units for name, target in targets.items()}
+        self._places = {name: target.place for name, target in targets.items()}
         self._kind = kind
-        self._edges, spans = _cut([target.units.size for target in targets.values()])
-        blocks = len(spans)
-        starts = np.array([_address(t.units) for t in targets.values()], np.uint64)
-        self._addresses = np.repeat(starts, np.diff(self._edges))
+        self._edges, spans = _cut([place.count for place in self._places.values()])
+        blocks = np.diff(self._edges)
+        owner = np.repeat(np.arange(len(targets)), blocks)
+        starts = np.array([place.address for place in self._places.values()], np.uint64)
+        self._addresses = starts[owner]
         self._addresses += (spans[:, 0] * kind.itemsize).astype(np.uint64)
-        index = np.zeros((blocks, 2), np.int64)
-        words: list[Words] = []
-        for target, first, last in zip(
-            targets.values(), self._edges[:-1], self._edges[1:], strict=True
-        ):
-            if target.index is not None and target.words is not None:
-                index[first:last] = target.index
-                words.append(target.words)
-        self._words = np.concatenate(words) if words else np.empty(0, np.uint64)
+        # All sections in a row are words of 64 bits: of each tensor its index, one word for each
+        # block, then what the index counts.
+        sections = [target.section for target in targets.values()]
+        self._words = np.frombuffer(bytearray().join(sections), np.uint64)
+        sizes = np.array([len(section) // 8 for section in sections], np.int64)
+        first = np.cumsum(sizes) - sizes
+        index = np.zeros((len(spans), 2), np.int64)
+        filled = sizes[owner] > 0
+        entry = first[owner] + np.arange(len(spans)) - self._edges[owner]
+        index[filled] = self._words.view("<u4").reshape(-1, 2)[entry[filled]]
+        told = _per_tensor(index, self._edges)
+        changed = np.array([target.changed for target in targets.values()], np.int64)
+        words = np.maximum(sizes - blocks, 0)
+        right = (told[:, 0] == changed) & ((told[:, 1] == words) | (sizes == 0))
+        self._right = right & (changed <= MOST_CHANGES * words)
+        index[~self._right[owner]] = 0  # what lies must not be followed
         ends = index.cumsum(axis=0)
-        spans = np.column_stack(
-            [spans, index[:, 0], ends[:, 0] - index[:, 0], ends[:, 1] - index[:, 1], index[:, 1]]
-        )
+        before = ends - index
+        within = before[:, 1] - np.append(before[:, 1], 0)[self._edges[:-1]][owner]
+        word = first[owner] + blocks[owner] + within
+        spans = np.column_stack([spans, index[:, 0], before[:, 0], word, index[:, 1]])
+        count = int(index[:, 0].sum())
         self._order = _side_by_side(spans)
         self._spans, self._addresses = spans[self._order], self._addresses[self._order]
-        changed = int(index[:, 0].sum())
-        self._positions = np.empty(changed, np.uint32)
-        self._fresh = np.empty(changed, kind)
+        self._positions = np.empty(count, np.uint32)
+        self._fresh = np.empty(count, kind)
 
-    def check(self, threads: int, summed: bool) -> dict[str, Checked]:
+    def check(self, threads: int, summed: bool) -> Checked:
         good = np.ones(len(self._spans), np.bool_)
         sums = np.zeros((len(self._spans), 4), np.uint64)
 
@@ -213,13 +248,11 @@ class _TypeWrites:
         in_threads(self._stretches(everywhere=summed), check, threads)
         place = np.argsort(self._order)
         total = _per_tensor(sums[place], self._edges)
-        bad = np.concatenate([[0], (~good[place]).cumsum()])[self._edges]
-        checked = {}
-        for k, (name, units) in enumerate(self._units.items()):
-            base_0, base_1, change_0, change_1 = total[k]
-            base = _with_loose(units, base_0, base_1) if summed else (0, 0)
-            checked[name] = Checked(bool(bad[k] == bad[k + 1]), base, (change_0, change_1))
-        return checked
+        bad = _per_tensor((~good[place]).astype(np.int64)[:, None], self._edges)[:, 0]
+        base = total[:, :2]
+        if summed:
+            base = _with_loose(list(self._places.values()), base)
+        return Checked(list(self._places), self._right & (bad == 0), base, total[:, 2:])
 
     def write(self, threads: int) -> None:
         def put(part: slice) -> None:
@@ -258,11 +291,14 @@ def in_threads(jobs: Sequence[slice], work: Callable[[slice], Any], threads: int
     return results
 
 
-def _by_type(units: Mapping[str, NDArray[Any]]) -> dict[np.dtype[Any], list[str]]:
-    names: dict[np.dtype[Any], list[str]] = {}
-    for name, array in units.items():
-        names.setdefault(array.dtype, []).append(name)
-    return names
+def _by_type(places: Mapping[str, HostPlace]) -> dict[np.dtype[Any], list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, place in places.items():
+        names.setdefault(place.dtype, []).append(name)
+    kinds: dict[np.dtype[Any], list[str]] = {}
+    for same in names.values():
+        kinds.setdefault(places[same[0]].kind, []).extend(same)
+    return kinds
 
 
 def _cut(sizes: Sequence[int]) -> tuple[Blocks, Blocks]:
@@ -288,23 +324,23 @@ def _stretches(spans: Blocks, unit_bytes: int) -> list[slice]:
     return [slice(a, b) for a, b in itertools.pairwise(edges) if b > a]
 
 
-def _per_tensor(sums: NDArray[np.uint64], edges: Blocks) -> list[list[int]]:
-    """Sums over the blocks of each tensor (mod 2^64)."""
-    ends = np.zeros((len(sums) + 1, sums.shape[1]), np.uint64)
-    np.cumsum(sums, axis=0, out=ends[1:])
-    total: list[list[int]] = (ends[edges[1:]] - ends[edges[:-1]]).tolist()
-    return total
+def _per_tensor(rows: NDArray[Any], edges: Blocks) -> NDArray[Any]:
+    """Rows added up over the blocks of each tensor (sums mod 2^64)."""
+    ends = np.zeros((len(rows) + 1, rows.shape[1]), rows.dtype)
+    np.cumsum(rows, axis=0, out=ends[1:])
+    return np.asarray(ends[edges[1:]] - ends[edges[:-1]])
 
 
-def _with_loose(units: NDArray[Any], sum_0: int, sum_1: int) -> Sums:
-    """Both sums of a tensor, given those of its whole words: one to three units may stand after."""
-    loose = units.nbytes % 4 // units.itemsize
-    if not loose:
-        return sum_0, sum_1
-    start = np.full(1, units.size - loose, np.uint64)
-    more_0, more_1 = sum_block(units[units.size - loose :].reshape(1, -1), start, 1)
-    return (sum_0 + more_0) & MASK_64, (sum_1 + more_1) & MASK_64
-
-
-def _address(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])
+def _with_loose(places: Sequence[HostPlace], sums: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Both sums of tensors, given those of whole words: one to three units may stand after."""
+    unit_bytes = places[0].kind.itemsize
+    if unit_bytes >= 4:
+        return sums
+    whole = sums.copy()
+    for k, place in enumerate(places):
+        loose = place.count % (4 // unit_bytes)
+        if loose:
+            start = np.full(1, place.count - loose, np.uint64)
+            units = place.units.reshape(-1)[place.count - loose :]
+            whole[k] += np.array(sum_block(units.reshape(1, -1), start, 1), np.uint64)
+    return whole

@@ -10,6 +10,7 @@ so patches compose without a look at the tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from shiftbook.checkpoint.patch_changes import (
 from shiftbook.checkpoint.patch_format import (
     BLOCK,
     INDEX_BYTES,
+    Fields,
     Planes,
     Section,
     TensorPatch,
@@ -39,8 +41,12 @@ Units = NDArray[Any]
 Positions = NDArray[np.int64]
 Words = NDArray[np.uint64]
 Sums = tuple[int, int]
+Encoded = tuple[Fields, list[bytes]]
+"""Fields of a TensorPatch, those that differ from their defaults, and the bytes of its sections."""
 
-_MOST_CHANGES = 32  # in a word: each takes two bits at least
+MOST_CHANGES = 32  # in a word: each takes two bits at least
+_FEW_CHANGES = 1024
+_FEW_BYTES = 16  # more than planes would take, which nobody minds
 _LEAST_WORDS = 1024  # that room is made for at a time
 COUNTS = 5  # what `pack_blocks` and `compare_blocks` tell of a block
 
@@ -61,27 +67,9 @@ class Packed:
     """Per block: changes, words, changes next to another, differences other than one, refused."""
     words: Words
 
-    @property
-    def changed(self) -> int:
-        """How many units change."""
-        return int(self.found[:, 0].sum())
-
-    @property
-    def scattered(self) -> bool:
-        """True where bits are short: few changes stand in runs, most steps are of one."""
-        changes, _, neighbours, others, _ = self.found.sum(axis=0).tolist()
-        return bool(2 * neighbours <= changes and 4 * others <= changes)
-
     def section(self) -> bytes:
         """The bytes of a section: an index of the blocks, then their words."""
         return self.found[:, :2].astype("<u4").tobytes() + self.words.astype("<u8").tobytes()
-
-    def changes(self, units: int, dtype: Any) -> Changes:
-        """Positions and differences again, of a tensor of so many units."""
-        changes = Changes(np.empty(self.changed, np.int64), np.empty(self.changed, dtype))
-        index = self.found[:, :2].astype(np.uint32)
-        assert unpack_blocks(self.words, index, units, changes.positions, changes.differences)
-        return changes
 
 
 def sums_of_changes(positions: Positions, old: Units, new: Units) -> Sums:
@@ -102,7 +90,7 @@ def blocks_of(units: int) -> int:
     return -(-units // BLOCK)
 
 
-def encode_changes(changes: Changes, units: int) -> tuple[dict[str, Any], list[bytes]]:
+def encode_changes(changes: Changes, units: int) -> Encoded:
     """The fields of a TensorPatch that describe the changes, and the bytes of its sections."""
     found = np.zeros((blocks_of(units), COUNTS), np.int64)
     pieces = []
@@ -114,22 +102,45 @@ def encode_changes(changes: Changes, units: int) -> tuple[dict[str, Any], list[b
         )
         pieces.append(room[:used])
     packed = Packed(found, np.concatenate(pieces) if pieces else np.empty(0, np.uint64))
-    return encode_packed(packed, units, changes.differences.dtype)
+    width = changes.differences.dtype.itemsize
+    return encode_found(found.sum(axis=0).tolist(), width, packed.section, lambda: changes)
 
 
-def encode_packed(packed: Packed, units: int, dtype: Any) -> tuple[dict[str, Any], list[bytes]]:
-    """As `encode_changes`, for changes that are packed already."""
-    changed = packed.changed
+def encode_found(
+    total: Sequence[int],
+    width: int,
+    section: Callable[[], bytes],
+    changes: Callable[[], Changes],
+) -> Encoded:
+    """As `encode_changes`, for changes that are packed already.
+
+    `total` adds up `Packed.found` over the tensor's blocks, `width` is that of a unit in bytes.
+    `section` and `changes` are only called where they are needed.
+    """
+    changed = total[0]
     if not changed:
         return {"encoding": "same"}, []
-    if not packed.scattered:
-        return _encode_planes(packed.changes(units, dtype))
-    stored = packed.section()
-    section = Section.model_construct(stored=len(stored), plain=len(stored))
-    return {"encoding": "packed", "changed": changed, "sections": (section,)}, [stored]
+    if not bits_are_short(total, width):
+        return _encode_planes(changes())
+    stored = section()
+    sizes = {"stored": len(stored), "plain": len(stored)}
+    return {"encoding": "packed", "changed": changed, "sections": [sizes]}, [stored]
 
 
-def _encode_planes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
+def bits_are_short(total: Sequence[int], width: int) -> bool:
+    """True where changes are stored as packed bits, False where as byte planes.
+
+    Bits are short where few changes stand in runs and most steps are of one. Few changes of any
+    sort stay in bits too, unless planes without zstd would be shorter: a call of zstd for each of
+    their planes would cost more time than the bytes that it saves.
+    """
+    changed, words, neighbours, others = total[:4]
+    if 2 * neighbours <= changed and 4 * others <= changed:
+        return True
+    return changed < _FEW_CHANGES and 8 * words <= changed * (1 + width) + _FEW_BYTES
+
+
+def _encode_planes(changes: Changes) -> Encoded:
     positions, differences = changes.positions, changes.differences
     sign_bit = np.uint64(8 * differences.dtype.itemsize - 1)
     bits = [int(n) for n in widest(positions, differences, sign_bit)]
@@ -138,13 +149,14 @@ def _encode_planes(changes: Changes) -> tuple[dict[str, Any], list[bytes]]:
     )
     split_planes(positions, differences, sign_bit, gap_planes, value_planes)
     packed = [pack(plane) for plane in [*gap_planes, *value_planes]]
-    fields = {
+    fields: Fields = {
         "encoding": "changes",
         "changed": int(positions.size),
-        "gap_planes": len(gap_planes),
         "value_planes": len(value_planes),
-        "sections": tuple(section for section, _ in packed),
+        "sections": [section for section, _ in packed],
     }
+    if len(gap_planes):
+        fields["gap_planes"] = len(gap_planes)
     return fields, [stored for _, stored in packed]
 
 
@@ -174,7 +186,7 @@ def packed_section(
     index = np.frombuffer(stored[:edge], "<u4").reshape(-1, 2)
     words = np.frombuffer(stored[edge:], "<u8").astype(np.uint64)  # copied: aligned in memory
     told = index.sum(axis=0, dtype=np.int64).tolist()
-    if told != [tensor.changed, words.size] or tensor.changed > _MOST_CHANGES * words.size:
+    if told != [tensor.changed, words.size] or tensor.changed > MOST_CHANGES * words.size:
         raise changes_outside(name, tensor)
     return index.astype(np.uint32), words
 
@@ -188,11 +200,13 @@ def changes_outside(name: str, tensor: TensorPatch) -> PatchDamaged:
     )
 
 
-def encode_bits(units: Units) -> tuple[dict[str, Any], list[bytes]]:
+def encode_bits(units: Units) -> Encoded:
     """The whole tensor in byte planes."""
     packed = [pack(plane) for plane in to_planes(units, units.dtype.itemsize)]
-    fields = {"encoding": "bits", "changed": int(units.size)}
-    return fields | {"sections": tuple(s for s, _ in packed)}, [data for _, data in packed]
+    fields: Fields = {"encoding": "bits", "sections": [section for section, _ in packed]}
+    if units.size:
+        fields["changed"] = int(units.size)
+    return fields, [data for _, data in packed]
 
 
 def decode_bits(name: str, tensor: TensorPatch, stored: list[memoryview]) -> Units:

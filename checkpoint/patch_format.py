@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -27,6 +27,7 @@ from shiftbook.checkpoint.positions import ITEM_BYTES
 from shiftbook.ledger import canonical
 from shiftbook.ledger.errors import InvalidEvent
 from shiftbook.ledger.events.base import Count, Hex128
+from shiftbook.ledger.events.sync import SyncLoss
 
 MAGIC = b"SHIFTBOOK-PATCH\n"
 FORMAT: Final = "shiftbook-patch-v2"
@@ -35,6 +36,7 @@ FIRST_FORMAT: Final = "shiftbook-patch-v1"
 BLOCK = 1 << 18  # units of a tensor whose changes are packed together
 INDEX_BYTES = 8  # of each block: its changes and its words
 Planes = NDArray[np.uint8]
+Fields = dict[str, Any]
 
 _LENGTHS = 16
 _DIGEST_BYTES = 32
@@ -55,12 +57,6 @@ class Section(_Record):
 
     stored: Count
     plain: Count
-
-    @model_validator(mode="after")
-    def _never_longer(self) -> Self:
-        if self.stored > self.plain:
-            raise ValueError(f"{self.stored} bytes for a plane of {self.plain}")
-        return self
 
     @property
     def compressed(self) -> bool:
@@ -100,34 +96,33 @@ class TensorPatch(_Record):
         """Blocks that a tensor of so many units is cut into."""
         return -(-self.units // BLOCK)
 
-    @model_validator(mode="after")
-    def _adds_up(self) -> Self:
-        if self.dtype not in ITEM_BYTES:
-            raise ValueError(f"unknown dtype {self.dtype!r}")
-        if self.changed > self.units:
-            raise ValueError(f"{self.changed} changes in {self.units} units")
-        if self.encoding == "same" and (self.sections or self.changed or self.base != self.result):
-            raise ValueError("an unchanged tensor with a change")
-        if self.value_planes > self.unit_bytes:
-            raise ValueError(f"{self.value_planes} planes for units of {self.unit_bytes} bytes")
-        lengths = {
-            "same": [],
-            "changes": [self.changed] * (self.gap_planes + self.value_planes),
-            "bits": [self.units] * self.unit_bytes,
-            "packed": None,
-            "int8": None,
-        }[self.encoding]
-        if lengths is not None and [section.plain for section in self.sections] != lengths:
-            raise ValueError("sections do not have the lengths of their planes")
-        if self.encoding == "packed" and not self._is_packed():
-            raise ValueError("packed changes that are no index with words")
-        return self
 
-    def _is_packed(self) -> bool:
-        index_bytes = INDEX_BYTES * self.blocks
-        words_bytes = [section.stored - index_bytes for section in self.sections]
-        plain = not any(section.compressed for section in self.sections)
-        return plain and len(words_bytes) == 1 and words_bytes[0] >= 0 and words_bytes[0] % 8 == 0
+def _check_record(record: TensorPatch) -> None:
+    """Raise ValueError for a tensor whose fields do not fit each other."""
+    if record.dtype not in ITEM_BYTES:
+        raise ValueError(f"unknown dtype {record.dtype!r}")
+    encoding, changed, sections = record.encoding, record.changed, record.sections
+    if encoding == "same" and (sections or changed or record.base != record.result):
+        raise ValueError("an unchanged tensor with a change")
+    units = record.units
+    if changed > units:
+        raise ValueError(f"{changed} changes in {units} units")
+    if record.value_planes > record.unit_bytes:
+        raise ValueError(f"{record.value_planes} planes for units of {record.unit_bytes} bytes")
+    for section in sections:
+        if section.stored > section.plain:
+            raise ValueError(f"{section.stored} bytes for a plane of {section.plain}")
+    if encoding == "packed":
+        words_bytes = [section.stored - INDEX_BYTES * record.blocks for section in sections]
+        plain = not any(section.compressed for section in sections)
+        if not plain or len(words_bytes) != 1 or words_bytes[0] < 0 or words_bytes[0] % 8:
+            raise ValueError("packed changes that are no index with words")
+    elif encoding in ("changes", "bits"):
+        lengths = [changed] * (record.gap_planes + record.value_planes)
+        if encoding == "bits":
+            lengths = [units] * record.unit_bytes
+        if [section.plain for section in sections] != lengths:
+            raise ValueError("sections do not have the lengths of their planes")
 
 
 class Lossy(_Record):
@@ -151,8 +146,15 @@ class Header(_Record):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
+        # One validator for all: pydantic's way into one of its own for each tensor costs more than
+        # the rest of reading a small patch.
         if not self.tensors:
             raise ValueError("a patch without tensors")
+        for name, record in self.tensors.items():
+            try:
+                _check_record(record)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         if root(self.result_fingerprints) != self.result_root:
             raise ValueError("result root is not that of the tensors")
         anchor = self.base_version is None
@@ -166,7 +168,7 @@ class Header(_Record):
             raise ValueError("base root is not that of the tensors")
         if self.lossy is None and any(t.encoding == "int8" for t in self.tensors.values()):
             raise ValueError("a lossy encoding that is not declared")
-        if self.format == FIRST_FORMAT != format_of(self.tensors):
+        if self.format == FIRST_FORMAT != format_of(t.encoding for t in self.tensors.values()):
             raise ValueError("packed changes in the first format")
         return self
 
@@ -181,9 +183,9 @@ class Header(_Record):
         return {name: t.base for name, t in self.tensors.items() if t.base is not None}
 
 
-def format_of(tensors: Mapping[str, TensorPatch]) -> Format:
+def format_of(encodings: Iterable[str]) -> Format:
     """The oldest format that can say this, so that as many receivers as possible can read it."""
-    return FORMAT if any(t.encoding == "packed" for t in tensors.values()) else FIRST_FORMAT
+    return FORMAT if "packed" in encodings else FIRST_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +216,20 @@ class Patch:
         """Units that change, in all tensors."""
         return sum(tensor.changed for tensor in self.header.tensors.values())
 
+    @property
+    def loss(self) -> SyncLoss | None:
+        """What a weight sync that sends this patch says of its loss; None for a lossless one."""
+        lossy = self.header.lossy
+        if lossy is None:
+            return None
+        errors = [t.largest_error for t in self.header.tensors.values() if t.largest_error]
+        return SyncLoss(
+            encoding=lossy.encoding,
+            max_error=lossy.max_error,
+            largest_error=max(errors, default=0.0),
+            root=self.header.result_root,
+        )
+
     def sections(self) -> Iterator[tuple[str, TensorPatch, list[memoryview]]]:
         """Each tensor's stored sections, in order of name."""
         at = self.payload_start
@@ -227,14 +243,14 @@ class Patch:
             yield name, tensor, stored
 
 
-def pack(plane: Planes) -> tuple[Section, bytes]:
-    """A plane as a section: zstd where that is shorter."""
+def pack(plane: Planes) -> tuple[Fields, bytes]:
+    """A plane as the fields of a section and its bytes: zstd where that is shorter."""
     plain = plane.tobytes()
+    stored = plain
     if len(plain) >= _PAYS_FROM_BYTES:
         small = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(plain, asbytes=True)
-        if len(small) < len(plain):
-            return Section.model_construct(stored=len(small), plain=len(plain)), small
-    return Section.model_construct(stored=len(plain), plain=len(plain)), plain
+        stored = min(plain, small, key=len)
+    return {"stored": len(stored), "plain": len(plain)}, stored
 
 
 def unpack(name: str, section: Section, stored: memoryview) -> Planes:
@@ -252,14 +268,35 @@ def unpack(name: str, section: Section, stored: memoryview) -> Planes:
     return np.frombuffer(plain, dtype=np.uint8)
 
 
-def write_patch(header: Header, payload: Mapping[str, list[bytes]]) -> bytes:
-    """The bytes of a patch; `payload` holds each tensor's sections."""
-    fields = header.model_dump(exclude_defaults=True) | {"format": header.format}
-    plain = canonical.encode(fields)
+def write_patch(
+    version: int,
+    base: tuple[int, str] | None,
+    tensors: Mapping[str, Fields],
+    payload: Mapping[str, list[bytes]],
+    lossy: Lossy | None = None,
+) -> bytes:
+    """The bytes of a patch to `version` from `base`, a version and its root (None: an anchor).
+
+    `tensors` holds the fields of each TensorPatch that differ from their defaults, plain ones: they
+    are right by construction, and the reader checks them. `payload` holds each tensor's sections.
+    `lossy` is what was declared, should a tensor make use of it.
+    """
+    encodings = {fields["encoding"] for fields in tensors.values()}
+    header: Fields = {
+        "format": format_of(encodings),
+        "version": version,
+        "result_root": root({name: fields["result"] for name, fields in tensors.items()}),
+        "tensors": tensors,
+    }
+    if base is not None:
+        header["base_version"], header["base_root"] = base
+    if lossy is not None and "int8" in encodings:
+        header["lossy"] = lossy.model_dump(exclude_defaults=True)
+    plain = canonical.encode(header)
     small = pa.Codec("zstd", compression_level=_ZSTD_LEVEL).compress(plain, asbytes=True)
     lengths = len(small).to_bytes(8, "little") + len(plain).to_bytes(8, "little")
     pieces = [MAGIC, lengths, small]
-    pieces += [piece for name in sorted(header.tensors) for piece in payload.get(name, [])]
+    pieces += [piece for name in sorted(tensors) for piece in payload[name]]
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)

@@ -26,7 +26,6 @@ from shiftbook.checkpoint.patch_bits import (
     packed_words,
     unpack_block,
 )
-from shiftbook.checkpoint.patch_format import BLOCK
 from shiftbook.checkpoint.positions import GAMMA, KEY, MIX_1, MIX_2
 
 _numba: Any = numba  # its type hints leave out some of what it offers
@@ -131,6 +130,15 @@ def _differing_units(
 
 
 @part
+def _longest(spans: Any) -> Any:
+    """Units of the longest block: room for it is enough, and fresh memory is not free."""
+    longest = _I64(0)
+    for block in range(spans.shape[0]):
+        longest = max(longest, spans[block, 1])
+    return longest
+
+
+@part
 def _group_end(spans: Any, begin: Any) -> Any:
     """The end of the blocks from `begin` on that begin at one unit of their tensors."""
     end = begin + 1
@@ -188,14 +196,15 @@ def compare_blocks(
     they took, and the words that the next one takes.
     """
     sign_bit = _U64(8 * kind.itemsize - 1)
-    positions = np.empty((_TOGETHER, BLOCK + _SLACK), np.uint32)
-    old = np.empty((_TOGETHER, BLOCK + _SLACK), kind.dtype)
-    fresh = np.empty((_TOGETHER, BLOCK + _SLACK), kind.dtype)
+    longest = _longest(spans)
+    positions = np.empty((_TOGETHER, longest + _SLACK), np.uint32)
+    old = np.empty((_TOGETHER, longest + _SLACK), kind.dtype)
+    fresh = np.empty((_TOGETHER, longest + _SLACK), kind.dtype)
     counts = np.empty(_TOGETHER, np.int64)
     hashes = np.empty(_STRIP * kind.itemsize // 4, np.uint64)
-    differences = np.empty(BLOCK, kind.dtype)
-    others = np.empty(BLOCK + 1, np.uint32)
-    magnitudes = np.empty(BLOCK, np.uint64)
+    differences = np.empty(longest, kind.dtype)
+    others = np.empty(longest + 1, np.uint32)
+    magnitudes = np.empty(longest, np.uint64)
     used = _I64(0)
     begin = _I64(0)
     while begin < addresses.shape[0]:
@@ -281,11 +290,12 @@ def check_blocks(
     """
     sign_bit = _U64(8 * fresh.itemsize - 1)
     width = fresh.itemsize
-    differences = np.empty((_TOGETHER, BLOCK), fresh.dtype)
-    old = np.empty((_TOGETHER, BLOCK), fresh.dtype)
+    longest = _longest(spans)
+    differences = np.empty((_TOGETHER, longest), fresh.dtype)
+    old = np.empty((_TOGETHER, longest), fresh.dtype)
     gathered = np.empty(_TOGETHER, np.int64)
     hashes = np.empty(_STRIP * width // 4, np.uint64)
-    others = np.empty(BLOCK, np.uint32)
+    others = np.empty(longest, np.uint32)
     begin = _I64(0)
     while begin < addresses.size:
         end = _group_end(spans, begin)

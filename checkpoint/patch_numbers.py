@@ -9,14 +9,14 @@ error is fed back and never adds up.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shiftbook.checkpoint.errors import PatchDamaged
 from shiftbook.checkpoint.patch_codec import Units
-from shiftbook.checkpoint.patch_format import TensorPatch, pack, unpack
+from shiftbook.checkpoint.patch_format import Fields, TensorPatch, pack, unpack
 from shiftbook.checkpoint.positions import ITEM_BYTES
 
 _BLOCK = 4096
@@ -58,6 +58,7 @@ def count_nan(dtype: str, units: Units) -> int:
     return int(np.count_nonzero((numbers & kind(magnitude)) > kind(above)))
 
 
+@cache
 def nan_rule(dtype: str) -> Rule:
     """Which units are NaN: a mask, the least and the most behind it, and, where a unit holds two
     numbers, how far the second one is to be shifted.
@@ -73,7 +74,7 @@ def nan_rule(dtype: str) -> Rule:
 
 def encode_int8(
     dtype: str, old: Units, target: Units, max_error: float
-) -> tuple[dict[str, Any], list[bytes], Units] | None:
+) -> tuple[Fields, list[bytes], Units] | None:
     """Fields and sections of a lossy TensorPatch, and the bits that the receiver will have.
 
     None where the encoding does not fit: another dtype, a number that is not finite, or an element
@@ -105,12 +106,14 @@ def encode_int8(
             return None
         error = max(error, float(left.max()))
     packed = [pack(scales.view(np.uint8)), pack(steps.view(np.uint8))]
-    fields = {
+    changed = int(np.count_nonzero(result != old))
+    fields: Fields = {
         "encoding": "int8",
-        "changed": int(np.count_nonzero(result != old)),
         "largest_error": error,
-        "sections": tuple(section for section, _ in packed),
+        "sections": [section for section, _ in packed],
     }
+    if changed:
+        fields["changed"] = changed
     return fields, [stored for _, stored in packed], result
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shiftbook.checkpoint.compare import check_hex
-from shiftbook.checkpoint.elements import element_view
+from shiftbook.checkpoint.elements import element_view, is_plain
 from shiftbook.checkpoint.errors import PatchRefused
 from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint, fingerprint_tensors
 from shiftbook.checkpoint.patch_changes import put_units
@@ -24,20 +25,70 @@ from shiftbook.checkpoint.patch_codec import (
 )
 from shiftbook.checkpoint.positions import ITEM_BYTES, MASK_64
 
+_KINDS = {name: np.dtype(f"u{min(8, width)}") for name, width in ITEM_BYTES.items()}
 
-@dataclass(frozen=True, slots=True)
+
 class HostPlace:
     """A tensor in host memory: its units (elements, or halves of 16-byte ones) in C order."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    units: NDArray[Any]
-    obstacle: str | None = None
+    # Written out, and without a view of torch's memory until somebody reads it: a model has
+    # hundreds of small tensors, and most are only pointed at.
+    __slots__ = ("_tensor", "_units", "address", "count", "dtype", "fits", "obstacle", "shape")
+
+    address: int
+    """Where the first unit lies in memory."""
+    count: int
+    """Units."""
+    fits: bool
+    """True for units that lie in memory as the loops of `patch_kernel` read them."""
+
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], units: NDArray[Any], obstacle: str | None = None
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.obstacle = obstacle
+        self.count = int(units.size)
+        self.address = int(units.__array_interface__["data"][0])
+        self.fits = units.flags.c_contiguous and self.address % 4 == 0
+        self._units: NDArray[Any] | None = units
+        self._tensor: Any = None
+
+    @classmethod
+    def of_torch(cls, dtype: str, tensor: Any) -> HostPlace:
+        """The place of a plain torch tensor whose elements are units."""
+        place = cls.__new__(cls)
+        place.dtype = dtype
+        place.shape = tuple(tensor.shape)
+        place.obstacle = None
+        place.count = tensor.numel()
+        place.address = tensor.data_ptr()
+        place.fits = place.address % 4 == 0 and tensor.is_contiguous()
+        place._units = None
+        place._tensor = tensor
+        return place
 
     @property
-    def count(self) -> int:
-        """Units."""
-        return int(self.units.size)
+    def units(self) -> NDArray[Any]:
+        """The units where they lie, in the tensor's shape."""
+        if self._units is None:
+            plain = self._tensor.detach()
+            bits = getattr(sys.modules["torch"], self.kind.name)
+            self._units = plain.view(bits).numpy()
+        return self._units
+
+    @property
+    def kind(self) -> np.dtype[Any]:
+        """The type of a unit."""
+        return _KINDS[self.dtype]
+
+    def flat(self) -> HostPlace:
+        """A place that fits, with the same content: itself, or a copy."""
+        if self.fits:
+            return self
+        units = self.read()
+        own = units.copy() if np.shares_memory(units, self.units) else units
+        return HostPlace(self.dtype, self.shape, own)
 
     def read(self) -> Units:
         """All units, flat; a copy only where strides ask for one."""
@@ -62,12 +113,15 @@ class HostPlace:
 
     def why_read_only(self) -> str | None:
         """Why `write` would not reach the tensor; None when it would."""
-        return self.obstacle or (None if self.units.flags.writeable else "it is read-only")
+        if self._tensor is not None or self.units.flags.writeable:
+            return self.obstacle
+        return self.obstacle or "it is read-only"
 
     def key(self) -> tuple[Any, ...] | None:
         """Equal for tensors that are the same elements in memory; None for empty ones."""
-        start = self.units.__array_interface__["data"][0]
-        return (start, self.units.strides, self.units.shape) if self.units.size else None
+        if not self.count:
+            return None
+        return (self.address, None if self.fits else self.units.strides, self.shape)
 
     def copy(self) -> HostPlace:
         """The same content in memory of its own."""
@@ -136,6 +190,10 @@ def place_of(tensor: Any, *, on_device: bool = False) -> Place:
     torch = sys.modules.get("torch")
     obstacle = None
     if torch is not None and isinstance(tensor, torch.Tensor):
+        kind = _names_of_torch().get(tensor.dtype)
+        if kind is not None and not on_device and is_plain(tensor, torch):
+            # The common case, short because a model has hundreds of small tensors.
+            return HostPlace.of_torch(kind, tensor)
         if tensor.is_conj() or tensor.is_neg():
             obstacle = "it is a lazily conjugated or negated view"
         dense = tensor.layout is torch.strided and type(tensor).__name__ != "DTensor"
@@ -153,6 +211,14 @@ def place_of(tensor: Any, *, on_device: bool = False) -> Place:
     if ITEM_BYTES[name] == 16:
         array = array[..., None].view(np.uint64)
     return HostPlace(name, shape, array, obstacle)
+
+
+@cache
+def _names_of_torch() -> dict[Any, str]:
+    """The name of each torch dtype whose elements are units."""
+    torch = sys.modules["torch"]
+    kinds = {getattr(torch, name, None): name for name in ITEM_BYTES if "complex" not in name}
+    return {kind: name for kind, name in kinds.items() if isinstance(kind, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)

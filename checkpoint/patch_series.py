@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import PatchRefused
 from shiftbook.checkpoint.patch import NaN, apply_patch, encode_anchor, encode_patch
 from shiftbook.checkpoint.patch_codec import (
@@ -17,11 +16,9 @@ from shiftbook.checkpoint.patch_codec import (
     merge_changes,
 )
 from shiftbook.checkpoint.patch_format import (
-    Header,
+    Fields,
     Lossy,
     Patch,
-    TensorPatch,
-    format_of,
     read_patch,
     write_patch,
 )
@@ -126,7 +123,7 @@ def compose(first: Patch | bytes, second: Patch | bytes) -> bytes:
             "expected lossless patches, found a lossy one, whose result depends on the tensors; "
             "apply them one after the other"
         )
-    records: dict[str, TensorPatch] = {}
+    records: dict[str, Fields] = {}
     payload: dict[str, list[bytes]] = {}
     later = {name: (record, stored) for name, record, stored in two.sections()}
     for name, record, stored in one.sections():
@@ -139,18 +136,12 @@ def compose(first: Patch | bytes, second: Patch | bytes) -> bytes:
         else:
             merged: Changes = merge_changes(decode_changes(name, record, stored), changes)
             fields, payload[name] = encode_changes(merged, record.units)
-        records[name] = TensorPatch(
-            dtype=record.dtype, shape=record.shape, base=record.base, result=after.result, **fields
-        )
-    header = Header(
-        format=format_of(records),
-        version=two.version,
-        base_version=one.base_version,
-        base_root=one.header.base_root,
-        result_root=root({name: record.result for name, record in records.items()}),
-        tensors=records,
-    )
-    return write_patch(header, payload)
+        known = {"dtype": record.dtype, "shape": record.shape, "result": after.result}
+        records[name] = known | ({} if record.base is None else {"base": record.base}) | fields
+    base = None
+    if one.base_version is not None and one.header.base_root is not None:
+        base = (one.base_version, one.header.base_root)
+    return write_patch(two.version, base, records, payload)
 
 
 def _kept(tensor: Any) -> HostPlace:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from shiftbook.checkpoint.errors import RecorderMisuse
+from shiftbook.checkpoint.patch_format import Patch
 from shiftbook.checkpoint.recorder_book import Book, Held
 from shiftbook.checkpoint.recorder_state import Part, State, roots
 from shiftbook.checkpoint.recorder_sync import SyncRecord
@@ -52,13 +53,26 @@ class EngineRecords(Book):
 
     @contextmanager
     def sync(
-        self, version: int, source: Part, targets: Sequence[str], *, encoding: str = "full"
+        self,
+        version: int,
+        source: Part,
+        targets: Sequence[str],
+        *,
+        encoding: str = "full",
+        patch: Patch | None = None,
     ) -> Iterator[SyncRecord]:
-        """Around one weight sync of ``version``; call ``delivered`` for each engine."""
+        """Around one weight sync of ``version``; call ``delivered`` for each engine.
+
+        ``patch`` is what goes out, as ``read_patch`` gives it. Of a lossy one the bound and the
+        largest error are recorded, which the plan must declare, and deliveries are compared with
+        the tensors that it leads to.
+        """
         self._syncs += 1
         self._moment += 1
         operation = f"sync-{self.attempt}-{self._syncs}"
-        record = SyncRecord(self.attempt, version, source, tuple(targets), encoding, self._epoch)
+        record = SyncRecord(
+            self.attempt, version, source, tuple(targets), encoding, self._epoch, patch
+        )
         self._add(record.started(), operation)
         try:
             yield record

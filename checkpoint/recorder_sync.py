@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Literal
 
 from shiftbook.checkpoint.compare import root
+from shiftbook.checkpoint.patch_format import Patch
 from shiftbook.checkpoint.recorder_state import Part, part_root, value_digest
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.sync import (
@@ -44,6 +45,7 @@ class SyncRecord:
         targets: tuple[str, ...],
         encoding: str,
         epoch: int,
+        patch: Patch | None = None,
     ) -> None:
         self._attempt, self._version, self._epoch = attempt, version, epoch
         self._targets, self._encoding = targets, encoding
@@ -55,6 +57,10 @@ class SyncRecord:
             self._source = {name: value_digest(value) for name, value in source.items()}
             self._root = root(self._source)
             self._bytes = sum(int(getattr(value, "nbytes", 0)) for value in source.values())
+        self._loss = None if patch is None else patch.loss
+        self._expected = self._source
+        if patch is not None and self._loss is not None:
+            self._expected = patch.header.result_fingerprints
         self._delivered: list[WeightSyncDelivered] = []
         self._outcomes: dict[str, TargetOutcome] = {}
         self._flushed: set[str] = set()
@@ -75,10 +81,10 @@ class SyncRecord:
         Tied and fused tensors are handed in as the logical tensors that they stand for.
         """
         differing: tuple[str, ...] = ()
-        if isinstance(resident, Mapping) and self._source:
+        if isinstance(resident, Mapping) and self._expected:
             held = {name: value_digest(value) for name, value in resident.items()}
-            names = sorted(held.keys() | self._source.keys())
-            differing = tuple(n for n in names if held.get(n) != self._source.get(n))
+            names = sorted(held.keys() | self._expected.keys())
+            differing = tuple(n for n in names if held.get(n) != self._expected.get(n))
             found = root(held)
         else:
             found = part_root(resident)
@@ -114,6 +120,7 @@ class SyncRecord:
             encoding=self._encoding,
             targets=self._targets,
             epoch=self._epoch,
+            lossy=self._loss,
         )
 
     def ended(self) -> Iterator[Event]:

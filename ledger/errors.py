@@ -241,6 +241,16 @@ class TopologyChanged(GateError):
         )
 
 
+class LossNotDeclared(GateError):
+    """A weight sync loses more than the plan declares."""
+
+    def __init__(self, version: int, objection: str) -> None:
+        super().__init__(
+            f"expected a sync of version {version} as the plan's syncs declare it, found "
+            f"{objection}; send it without loss, or amend the plan's syncs before"
+        )
+
+
 class DeviceHeld(GateError):
     """Another process holds the lock of a device, so it may still use it."""
 

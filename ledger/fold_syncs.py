@@ -23,6 +23,7 @@ def _sync_started(state: Shared, job: JobState, stored: StoredEvent, event: Even
         event.source_root,
         event.targets,
         started_position=stored.position,
+        lossy_root=None if event.lossy is None else event.lossy.root,
     )
     job.open_sync = stored.operation
     engines.begun(job.engines, event, stored.position)

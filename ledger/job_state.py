@@ -80,6 +80,8 @@ class SyncState:
     """Target to the root it read."""
     started_position: int = -1
     ended_position: int = -1
+    lossy_root: str | None = None
+    """What a target reads after a lossy patch of this sync; None where there is none."""
 
 
 @dataclass(slots=True)

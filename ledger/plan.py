@@ -162,6 +162,46 @@ class UpdatePlan(_Part):
         return self
 
 
+class SyncPlan(_Part):
+    """How weights may go from the trainer to the engines."""
+
+    encoding: Literal["lossless", "int8-difference"] = Field(
+        default="lossless",
+        description="whole weights and lossless patches are always allowed; int8-difference allows "
+        "patches with a loss as well",
+    )
+    max_error: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="of a lossy encoding: no element of an engine is further from the trainer's",
+    )
+
+    @model_validator(mode="after")
+    def _a_loss_has_a_bound(self) -> SyncPlan:
+        if (self.encoding == "lossless") != (self.max_error is None):
+            raise ValueError(
+                "a lossy encoding and its max_error must be declared together, found "
+                f"{self.encoding} with {self.max_error}"
+            )
+        return self
+
+    def objection(self, encoding: str, max_error: float, largest_error: float) -> str | None:
+        """What in a lossy sync this does not allow, or None.
+
+        ``max_error`` is the bound that the sync states, ``largest_error`` what its sender measured.
+        """
+        if self.max_error is None:
+            return f"{encoding}, which the plan does not declare: its syncs are {self.encoding}"
+        if encoding != self.encoding:
+            return f"{encoding}, where the plan declares {self.encoding}"
+        if not max_error <= self.max_error:
+            return f"a bound of {max_error:g}, above the plan's {self.max_error:g}"
+        if not 0 <= largest_error <= max_error:
+            return f"an error of {largest_error:g}, outside its bound of {max_error:g}"
+        return None
+
+
 class MovePlan(_Part):
     """Which moves a job allows and what they must promise."""
 
@@ -244,6 +284,7 @@ class Plan(_Part):
     data: DataPlan
     sampling: SamplingPlan
     update: UpdatePlan
+    syncs: SyncPlan = SyncPlan()
     moves: MovePlan = MovePlan()
     shadow: ShadowPlan | None = Field(
         default=None, description="None where no shadow runs beside the job"

@@ -122,6 +122,7 @@ def _weight_sync(
         "version": started["version"],
         "base_version": started.get("base_version"),
         "encoding": started["encoding"],
+        "lossy": started.get("lossy"),
         "source_root": started["source_root"],
         "targets": started["targets"],
         "delivered": [
@@ -129,6 +130,9 @@ def _weight_sync(
                 "target": body["target"],
                 "root": body["root"],
                 "equal": body["root"] == started["source_root"] and not body.get("differing"),
+                "within_loss": bool(started.get("lossy"))
+                and body["root"] == started["lossy"]["root"]
+                and not body.get("differing"),
                 "fingerprint_of": body["fingerprint_of"],
                 "moved_bytes": body["moved_bytes"],
                 "full_bytes": body["full_bytes"],
@@ -234,15 +238,28 @@ def _how(item: Story) -> str:
     return "".join(f"{word}, " for word in said if word)
 
 
+def _loss_lines(lossy: Story | None) -> list[str]:
+    if lossy is None:
+        return []
+    return [
+        f"  loss         {lossy['encoding']}, errors up to {lossy['largest_error']:g}, "
+        f"bound {lossy['max_error']:g}",
+        f"  makes        {lossy['root']}",
+    ]
+
+
 def _sync_lines(story: Story) -> list[str]:
     base = "none" if story["base_version"] is None else story["base_version"]
     lines = [
         f"  version      {story['version']} (base {base}), {story['encoding']}",
         f"  source       {story['source_root']}",
+        *_loss_lines(story["lossy"]),
         f"  targets      {' '.join(story['targets'])}",
     ]
     for item in story["delivered"]:
         said = "equal to the source" if item["equal"] else f"DIFFERS: {item['root']}"
+        if item["within_loss"]:
+            said = "as the lossy encoding makes it"
         lines.append(
             f"  delivered    {item['target']}: {size_text(item['moved_bytes'])} of "
             f"{size_text(item['full_bytes'])} in {seconds_text(item['sync_s'])}, "

@@ -130,7 +130,10 @@ _LINES: dict[str, Callable[[Body], str]] = {
     "ReallocationRolledBack": lambda b: f"{b['cause']}; back to {topology_line(b['restored'])}",
     "ReallocationPoisoned": lambda b: f"{' '.join(b['devices'])}: {b['cause']}",
     "GainRealized": _realised,
-    "WeightSyncStarted": lambda b: f"version {b['version']} to {' '.join(b['targets'])}",
+    "WeightSyncStarted": lambda b: (
+        f"version {b['version']}{' with a loss' if b.get('lossy') else ''} "
+        f"to {' '.join(b['targets'])}"
+    ),
     "WeightSyncDelivered": lambda b: (
         f"version {b['version']} at {b['target']}, {size_text(b['moved_bytes'])}"
         f"{' as a patch' if b.get('encoding') == 'patch' else ''}, "

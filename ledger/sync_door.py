@@ -7,7 +7,12 @@ from dataclasses import replace
 from shiftbook.ledger.canonical import encode, leaf_hash
 from shiftbook.ledger.doors import Door, abandon_unquiesced
 from shiftbook.ledger.envelope import Draft
-from shiftbook.ledger.errors import StaleGrant, SyncMustWait, TopologyChanged
+from shiftbook.ledger.errors import (
+    LossNotDeclared,
+    StaleGrant,
+    SyncMustWait,
+    TopologyChanged,
+)
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.sync import (
     WeightSyncCommitted,
@@ -16,6 +21,7 @@ from shiftbook.ledger.events.sync import (
     WeightSyncStarted,
 )
 from shiftbook.ledger.lawful import lawful
+from shiftbook.ledger.plan import SyncPlan
 from shiftbook.ledger.receipt import Decision, Receipt
 from shiftbook.ledger.state import LedgerState
 from shiftbook.ledger.topology import Topology
@@ -40,7 +46,7 @@ class SyncDoor(Door):
 
         Raise SyncMustWait while a move is quiesced or further, TopologyChanged where ``topology``
         is no longer in force, StaleGrant where the event's epoch is not that of the current
-        attempt.
+        attempt, LossNotDeclared where the sync loses something that the plan does not allow.
         """
         names: list[str] = []
 
@@ -60,6 +66,12 @@ class SyncDoor(Door):
                     f"weight sync of attempt {started.attempt} at epoch {started.epoch}; "
                     f"current is {now}. The attempt that holds the standing grant syncs."
                 )
+            if started.lossy is not None:
+                declared = current.plan.syncs if current.plan is not None else SyncPlan()
+                loss = started.lossy
+                objection = declared.objection(loss.encoding, loss.max_error, loss.largest_error)
+                if objection is not None:
+                    raise LossNotDeclared(started.version, objection)
             running = current.operation_running()
             if running is not None and running.status != "granted":
                 raise SyncMustWait(running.operation, running.status)

@@ -39,6 +39,8 @@ FIELDS: Mapping[tuple[str, str], st.SearchStrategy[Any]] = {
     ("DataPlan", "mixture"): st.none(),
     ("ShadowPlan", "every_iterations"): st.integers(8, LARGEST_INT),
     ("ShadowPlan", "iterations"): st.integers(1, 8),
+    ("SyncPlan", "encoding"): st.just("int8-difference"),
+    ("SyncPlan", "max_error"): st.floats(0, exclude_min=True, allow_infinity=False),
 }
 """Fields whose validator says more than their type."""
 

@@ -65,7 +65,7 @@ class Outcome(Message):
     full_bytes: Count = 0
     sync_s: float = 0.0
     loaded: bool = False
-    """The fingerprints are of what was handed to the engine, not of what it reads."""
+    """The fingerprints are of what was handed to the engine, and not read back from it."""
 
 
 @dataclass
@@ -75,6 +75,8 @@ class _Target:
     verdict: Literal["commit", "refuse"] | None = None
     reason: str = ""
     confirmed: set[int] = field(default_factory=set)
+    resident: set[int] = field(default_factory=set)
+    """Ranks that read the version back from their engine."""
     root: str | None = None
     differing: tuple[str, ...] = ()
     outcome: Outcome | None = None
@@ -188,6 +190,8 @@ class Desk:
                     where=target,
                 )
             one.confirmed.add(rank)
+            if body.get("resident") is True:
+                one.resident.add(rank)
             if len(one.confirmed) == one.ranks:
                 self._end(target, one, "serving", None)
             deadline = min(time.monotonic() + wait_s, self._deadline)
@@ -278,7 +282,7 @@ class Desk:
             moved_bytes=sum(report.moved_bytes for report in one.reports.values()),
             full_bytes=sum(report.full_bytes for report in one.reports.values()),
             sync_s=max((report.sync_s for report in one.reports.values()), default=0.0),
-            loaded=any(report.loaded for report in one.reports.values()),
+            loaded=any(r.loaded and r.rank not in one.resident for r in one.reports.values()),
         )
         self._changed.notify_all()
 

@@ -41,8 +41,9 @@ ASK_S = 5.0
 """A question that waits is asked again after this time."""
 DESK_TRIES = 3
 
-Install = Callable[[Mapping[str, Any]], None]
-"""Loads the tensors (bits by stored name) into the engine; what it raises keeps the old version."""
+Install = Callable[[Mapping[str, Any]], bool | None]
+"""Loads the tensors (bits by stored name) into the engine; what it raises keeps the old version.
+True says that it read them back from the engine and found the version's fingerprints."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ class Receiver:
         self.root: str | None = None
         self._tensors: Mapping[str, Any] | None = None
         self._missed: int | None = None
+        self.taking: Catalogue | None = None
+        """The version that `install` is called with; None while it gets back what was held."""
 
     @property
     def serving(self) -> bool:
@@ -306,11 +309,14 @@ class Receiver:
         self, catalogue: Catalogue, arrays: Mapping[str, Any], install: Install | None
     ) -> None:
         """Load into the engine, and wait until all ranks of the target have; else undo it."""
+        names = self._names(catalogue.version)
+        self.taking = catalogue
         try:
             if install is not None:
-                install(arrays)
-            self._await("confirm", self._names(catalogue.version), "confirmed", False)
+                names["resident"] = install(arrays) is True
+            self._await("confirm", names, "confirmed", False)
         except BaseException as error:
+            self.taking = None
             undone = self._undo(install)
             if isinstance(error, TransferError) or not isinstance(error, Exception):
                 raise
@@ -319,6 +325,8 @@ class Receiver:
                 f"({type(error).__name__}: {error}); {undone}",
                 where=self.target,
             ) from error
+        finally:
+            self.taking = None
 
     def _undo(self, install: Install | None) -> str:
         """Load what was held again; when that fails too, nothing is held any more."""

@@ -7,6 +7,18 @@ from typing import Literal
 from shiftbook.ledger.events.base import Count, Event, Hex128, Part
 
 
+class SyncLoss(Part):
+    """A lossy encoding of a sync: its bound, and what it came to."""
+
+    encoding: Literal["int8-difference"]
+    max_error: float
+    """As the sender states it: no element of a receiver is further from the source's."""
+    largest_error: float
+    """As the sender measured it, over all elements."""
+    root: Hex128
+    """Root over the fingerprints of what receivers hold then; that of the source is another."""
+
+
 class WeightSyncStarted(Event):
     """A policy version is about to be delivered under the attempt's standing grant."""
 
@@ -19,6 +31,8 @@ class WeightSyncStarted(Event):
     encoding: str
     targets: tuple[str, ...]
     epoch: Count
+    lossy: SyncLoss | None = None
+    """Present where patches of this sync may lose something, which the plan must declare."""
 
 
 class WeightSyncDelivered(Event):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from shiftbook.checkpoint.errors import RecorderMisuse
+from shiftbook.checkpoint.patch import Lossy, apply_patch, encode_patch, read_patch
 from shiftbook.checkpoint.recorder import (
     Consumed,
     Generated,
@@ -32,7 +33,7 @@ from shiftbook.checkpoint.recorder_step import Adam, StepProbe
 from shiftbook.ledger.errors import LedgerUnreachable
 from shiftbook.ledger.events.training import BatchConsumed
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
+from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, SyncPlan, UpdatePlan
 from shiftbook.verify.verdict import Verdict, verify
 
 DATA = [[n, n + 1, n + 2] for n in range(6)]
@@ -380,3 +381,38 @@ def test_the_loss_probe_agrees_with_autograd(
     found = probe.residuals()
     assert {n for n, r in found.items() if r.largest > r.allowed} == wrong, found
     assert probe.terms()["kl"].value == pytest.approx(float(terms["kl"].detach()), rel=1e-5)
+
+
+def test_a_lossy_sync_is_recorded_with_its_bound(tmp_path: Path) -> None:
+    """Engines are compared with what the patch leads to, not with the tensors it came from."""
+    generator = torch.Generator().manual_seed(0)
+    base = {"w": torch.randn(4096, generator=generator)}
+    new = {"w": base["w"] + 0.01 * torch.randn(4096, generator=generator)}
+    data = encode_patch(base, new, base_version=0, version=1, lossy=Lossy(max_error=1e-3))
+    patch = read_patch(data)
+    assert patch.loss is not None
+    assert 0 < patch.loss.largest_error <= patch.loss.max_error == 1e-3
+    engine = {"w": base["w"].clone()}
+    apply_patch(data, engine, version=0, accept_error=1e-3)
+
+    url = f"sqlite:///{tmp_path}/l.db"
+    syncs = SyncPlan(encoding="int8-difference", max_error=1e-3)
+    with Recorder.open(url, "job", plan(syncs=syncs), policy=base) as record:
+        record.started("rollout", "engine", "one")
+        with record.sync(1, new, ["engine", "other"], encoding="patch", patch=patch) as sync:
+            sync.delivered("engine", "one", engine)
+            sync.delivered("other", "two", base)
+    with Ledger.open(url) as ledger:
+        events = list(ledger.read(job="job"))
+    (started,) = [e.body for e in events if e.type == "WeightSyncStarted"]
+    assert started["lossy"] == patch.loss.model_dump()
+    assert started["lossy"]["root"] != started["source_root"]
+    differing = {
+        e.body["target"]: (e.body["root"], e.body.get("differing", []))
+        for e in events
+        if e.type == "WeightSyncDelivered"
+    }
+    assert differing["engine"] == (patch.loss.root, [])
+    assert differing["other"][1] == ["w"]
+    lossless = read_patch(encode_patch(base, new, base_version=0, version=1))
+    assert lossless.loss is None

@@ -16,6 +16,7 @@ from shiftbook.ledger.errors import (
     IdempotencyConflict,
     IllegalStep,
     InvalidInput,
+    LossNotDeclared,
     Rejected,
     ShiftbookError,
     StaleGrant,
@@ -28,6 +29,7 @@ from shiftbook.ledger.errors import (
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.lease import LeaseGranted
 from shiftbook.ledger.events.sync import (
+    SyncLoss,
     TargetOutcome,
     WeightSyncCommitted,
     WeightSyncDelivered,
@@ -36,7 +38,7 @@ from shiftbook.ledger.events.sync import (
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.job_state import JobState, OperationState
-from shiftbook.ledger.plan import TrainingView
+from shiftbook.ledger.plan import SyncPlan, TrainingView
 from shiftbook.ledger.rules import RULES, involved_devices
 from shiftbook.ledger.topology import Topology
 from tests.ledger.gate_cases import (
@@ -597,6 +599,39 @@ def test_a_whole_sync_with_repeats(gate: Gate) -> None:
     with pytest.raises(IllegalStep):
         gate.sync_failed("j", name, WeightSyncFailed(version=1, reason="x"))
     assert job(gate).open_sync is None
+
+
+LOSS = SyncLoss(
+    encoding="int8-difference", max_error=1e-3, largest_error=4e-4, root=OTHER_FINGERPRINT
+)
+
+
+def test_a_sync_that_loses_something_needs_its_declaration(gate: Gate) -> None:
+    """It is refused and nothing is written; without a loss the version may go out, as ever."""
+    standing = running(gate)
+    size = gate.ledger.head().size
+    with pytest.raises(LossNotDeclared, match="does not declare"):
+        gate.begin_sync("j", sync_started(standing).model_copy(update={"lossy": LOSS}))
+    assert gate.ledger.head().size == size
+    name = gate.begin_sync("j", sync_started(standing))
+    assert job(gate).syncs[name].lossy_root is None
+
+
+def test_a_sync_loses_no_more_than_is_declared(gate: Gate) -> None:
+    told = opened()
+    assert told.plan is not None
+    syncs = SyncPlan(encoding="int8-difference", max_error=1e-3)
+    plan_with = told.plan.model_copy(update={"syncs": syncs})
+    gate.open_job("j", told.model_copy(update={"plan": plan_with}))
+    begun = sync_started(start(gate))
+    for fields, objection in (
+        ({"largest_error": 2e-3}, "outside its bound"),
+        ({"max_error": 2e-3}, "above the plan's"),
+    ):
+        with pytest.raises(LossNotDeclared, match=objection):
+            gate.begin_sync("j", begun.model_copy(update={"lossy": LOSS.model_copy(update=fields)}))
+    name = gate.begin_sync("j", begun.model_copy(update={"lossy": LOSS}))
+    assert job(gate).syncs[name].lossy_root == OTHER_FINGERPRINT
 
 
 def test_a_sync_abandons_moves_that_have_not_quiesced(gate: Gate) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from shiftbook.ledger.events.life import ReplicaStarted
 from shiftbook.ledger.events.state import StateFirstUsed
 from shiftbook.ledger.events.sync import (
+    SyncLoss,
     WeightSyncCommitted,
     WeightSyncDelivered,
     WeightSyncStarted,
 )
 from shiftbook.ledger.events.training import SamplesGenerated
+from shiftbook.ledger.plan import SyncPlan
 from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.invariants.lossy import LossyRoots
 from shiftbook.verify.invariants.spans import Span, stamped
 from shiftbook.verify.lineage import MODEL, WINDOW
 
@@ -22,6 +25,9 @@ class SyncEquality(Invariant):
     sync, or by a StateFirstUsed event (after a start, a restore or a move) whose ``model`` part is
     the policy of that version. A delivery of an older version takes the newer ones away. Of a
     sample of several versions every span counts, by the incarnation that made it.
+
+    A sync may lose something only where the plan declares it, within the declared bound; a patch
+    then leads to the root that the sync states, and an engine that holds it holds the version.
     """
 
     id = "I6"
@@ -42,8 +48,10 @@ class SyncEquality(Invariant):
     def begin(self) -> None:
         self._holds: dict[str, dict[int, int]] = {}
         """Incarnation to versions it was verified to hold, each with the position that says so."""
+        self._lossy = LossyRoots()
 
     def feed(self, step: Step) -> None:
+        self._lossy.take(step.event)
         match step.event:
             case WeightSyncStarted():
                 self._started(step, step.event)
@@ -63,6 +71,8 @@ class SyncEquality(Invariant):
                 pass
 
     def _started(self, step: Step, event: WeightSyncStarted) -> None:
+        if event.lossy is not None:
+            self._loss_declared(step, event.lossy)
         chain = step.track.chain
         if chain is None or chain.params is None or chain.version != event.version:
             if chain is not None:
@@ -86,12 +96,28 @@ class SyncEquality(Invariant):
             others=(chain.position,),
         )
 
+    def _loss_declared(self, step: Step, loss: SyncLoss) -> None:
+        declared = step.plan.syncs if step.plan is not None else SyncPlan()
+        objection = declared.objection(loss.encoding, loss.max_error, loss.largest_error)
+        bound = "" if declared.max_error is None else f" within {declared.max_error:g}"
+        self.expect(
+            objection is None,
+            step.at,
+            expected=f"a sync that is {declared.encoding}{bound}, as the plan declares",
+            found=objection or "",
+            cause="weights were sent with a loss that nobody declared, or a larger one",
+            action="Send them without loss, or declare it: syncs.encoding and syncs.max_error.",
+        )
+
     def _delivered(self, step: Step, event: WeightSyncDelivered) -> None:
         sync = step.job.syncs.get(step.stored.operation or "")
         if sync is None:
             self.missing("a delivery names no started sync")
             return
-        good = event.root == sync.source_root and not event.differing
+        # Weights that were sent whole lose nothing, whatever the sync's patches do.
+        whole = sync.lossy_root is None or event.encoding == "whole"
+        right = (sync.source_root,) if whole else (sync.source_root, sync.lossy_root)
+        good = event.root in right and not event.differing
         differing = f"; differing: {listed(event.differing)}" if event.differing else ""
         self.expect(
             good,
@@ -138,7 +164,7 @@ class SyncEquality(Invariant):
         if MODEL not in event.parts or chain is None or chain.version != event.policy_version:
             return
         good = self.expect(
-            event.parts[MODEL] == chain.params,
+            event.parts[MODEL] == chain.params or self._lossy.explain(event),
             step.at,
             expected=f"{event.replica} uses {short(chain.params)}, version {chain.version}",
             found=f"{MODEL} {short(event.parts[MODEL])}",

@@ -17,6 +17,7 @@ from shiftbook.ledger.events.sync import (
 )
 from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated, UpdateApplied
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
+from shiftbook.verify.invariants.lossy import LossyRoots
 from shiftbook.verify.invariants.spans import stamped
 from shiftbook.verify.invariants.stamps import Stamps
 from shiftbook.verify.lineage import MODEL, WINDOW, Track
@@ -82,6 +83,7 @@ class VersionIsPolicy(Invariant):
         self._stamps = Stamps()
         self._by_version: OrderedDict[int, tuple[str, int]] = OrderedDict()
         self._by_print: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._lossy = LossyRoots()
         self._forked = False
         """True from a fork to the first update after it: the lineage may go back before it."""
 
@@ -94,6 +96,7 @@ class VersionIsPolicy(Invariant):
         elif self._forked and isinstance(event, AttemptStarted | CheckpointRestored):
             self._forget_after(event.policy_version)
         self._stamps.take(event, step.at)
+        self._lossy.take(event)
         if isinstance(event, SamplesGenerated):
             self._stamped(step)
             return
@@ -106,6 +109,8 @@ class VersionIsPolicy(Invariant):
             self.missing(f"a bundle names no part {MODEL}")
         unchanged = isinstance(event, UpdateApplied) and event.params_before == event.params_after
         for version, fingerprint in _claims(event):
+            if isinstance(event, StateFirstUsed) and self._lossy.explain(event):
+                continue  # as an engine holds it after a lossy sync
             self._judge(step, version, fingerprint, unchanged)
 
     def _fork(self, step: Step, event: ExperimentForked) -> None:
