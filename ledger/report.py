@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -12,6 +11,7 @@ from statistics import median
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from shiftbook.ledger.asked_file import write_asked_file
 from shiftbook.ledger.cli_options import cell_text, clock_text
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.mirror import Mirror
@@ -21,6 +21,9 @@ from shiftbook.ledger.summary import seconds_text, size_text
 if TYPE_CHECKING:
     from shiftbook.ledger.ledger import Ledger
     from shiftbook.ledger.report_charts import Picture
+
+TITLE = "Moves of"
+"""What the title of every page begins with; a page is told from other files by it."""
 
 MOST_TIMELINES = 4
 """Jobs whose timeline is drawn; those with the most moves come first."""
@@ -44,20 +47,16 @@ def write_report(
     verdict: Verdict | None = None,
     jobs: Sequence[str] | None = None,
 ) -> None:
-    """Write the page; raise InvalidInput where the file cannot be written.
+    """Write the page; raise InvalidInput where it cannot be written or another file stands there.
 
     ``verdict`` is the verifier's; without one the page shows what the ledger itself records.
     """
     page = render_report(ledger, verdict=verdict, jobs=jobs)
-    draft = output.with_name(f"{output.name}.new-{os.getpid()}")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(output)
-    except OSError as error:
-        raise InvalidInput(
-            f"expected to write {output}, found: {error.strerror}; "
-            "name a file in a folder that can be written"
-        ) from error
+    write_asked_file(output, page.encode(), kind="a report", is_kind=_is_report)
+
+
+def _is_report(head: bytes) -> bool:
+    return head.startswith(b"<!doctype html>") and f"<title>{TITLE} ".encode() in head
 
 
 def render_report(
@@ -68,7 +67,7 @@ def render_report(
         stories = read_stories(mirror, jobs)
         recorded = verdict if verdict is not None else recorded_verdict(mirror, jobs)
         size = mirror.size
-    title = "Moves of " + (", ".join(story.job for story in stories) or "an empty ledger")
+    title = f"{TITLE} " + (", ".join(story.job for story in stories) or "an empty ledger")
     sections = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="note">{size:,} events of {escape(ledger.url)}</p>',

@@ -216,6 +216,7 @@ def prove(
     The proof is one file; `shiftbook check` needs it and the verifier key, and no ledger.
     """
     from shiftbook.ledger import proof as proofs
+    from shiftbook.ledger.asked_file import write_asked_file
 
     if (position is None) == (since is None):
         raise click.UsageError("give the POSITION of an event, or --since HEAD")
@@ -231,7 +232,7 @@ def prove(
     if str(out) == "-":
         sys.stdout.write(data.decode())
     else:
-        out.write_bytes(data)
+        write_asked_file(out, data, kind="a proof", is_kind=proofs.is_proof)
         click.echo(f"proof written to {out}", err=True)
     return 0
 
