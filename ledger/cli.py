@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,9 @@ EXTRA_OF = {
     "hypothesis": "test",
 }
 """Importable module to the extra of this distribution that installs it."""
+
+
+_SURROGATES = re.compile("[\udc80-\udcff]")
 
 
 class LazyCommands(click.Group):
@@ -152,6 +156,12 @@ def explain(error: Exception) -> tuple[int, str]:
         return EXIT_COULD_NOT, (
             f"module {error.name} is missing, so this installation is incomplete; "
             "install it again with: pip install --force-reinstall shiftbook"
+        )
+    if isinstance(error, UnicodeEncodeError) and _SURROGATES.search(error.object):
+        # How Python holds the bytes of an argument or a file's name that are no UTF-8.
+        return EXIT_COULD_NOT, _one_line(
+            f"expected text in UTF-8, found {os.fsencode(error.object)[:60]!r}; "
+            "what a ledger holds is UTF-8, so check the argument and the terminal's encoding"
         )
     if isinstance(error, OSError) and error.strerror:
         where = f" {error.filename}" if error.filename else ""

@@ -58,7 +58,11 @@ class SqliteDialect(Dialect):
     def exists(self) -> bool:
         """Say whether a file is there; raise NotALedger where it is something else."""
         if self.path.is_dir():
-            raise NotALedger(f"expected a ledger file at {self.path}, found a folder")
+            inside = sorted(self.path.glob("*.db"))
+            like = f", such as {inside[0]}" if inside else ""
+            raise NotALedger(
+                f"expected a ledger file at {self.path}, found a folder; name the file{like}"
+            )
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:

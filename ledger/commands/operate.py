@@ -21,6 +21,7 @@ from shiftbook.ledger.cli_options import (
     one_job,
     open_book,
 )
+from shiftbook.ledger.cli_types import Finite
 from shiftbook.ledger.errors import InvalidInput, LedgerUnreachable, Rejected
 
 if TYPE_CHECKING:
@@ -50,8 +51,12 @@ DEFAULT_MOVER = "ray"
     required=True,
     help="pause hands over requests, reshard moves training state, reboot restarts.",
 )
-@click.option("--gain", "gain_s", type=float, default=0.0, show_default=True, help="Seconds won.")
-@click.option("--cost", "cost_s", type=float, default=0.0, show_default=True, help="Seconds lost.")
+@click.option(
+    "--gain", "gain_s", type=Finite(), default=0.0, show_default=True, help="Seconds won."
+)
+@click.option(
+    "--cost", "cost_s", type=Finite(), default=0.0, show_default=True, help="Seconds lost."
+)
 @click.option(
     "--owed",
     default="",
@@ -61,9 +66,7 @@ DEFAULT_MOVER = "ray"
 @click.option(
     "--restoring", is_flag=True, help="A move back to a valid topology, as safe mode allows."
 )
-@click.option(
-    "--wait", "wait_s", type=click.FloatRange(min=0), help="Wait so many seconds for the end."
-)
+@click.option("--wait", "wait_s", type=Finite(min=0), help="Wait so many seconds for the end.")
 @click.option(
     "--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True
 )
@@ -165,7 +168,13 @@ def read_topology(text: str, now: Topology) -> Topology:
     try:
         if "=" not in text:
             return _topology_file(Path(text.removeprefix("@")), now)
-        placement = dict(_assignment(word) for word in text.split())
+        named = [_assignment(word) for word in text.split()]
+        placement = dict(named)
+        if len(placement) < len(named):
+            raise InvalidInput(
+                f"expected each component once in --after, found {text!r}; "
+                "join its devices with commas: rollout=n/0,n/1"
+            )
         made = Topology.of(placement)
     except ValidationError as error:
         first = error.errors()[0]
@@ -185,7 +194,7 @@ def read_owed(text: str) -> dict[str, int]:
     owed = {}
     for word in text.split():
         component, _, units = word.partition("=")
-        if not component or not units.isdigit():
+        if not component or not (units.isascii() and units.isdigit()):
             raise InvalidInput(f'expected --owed "inference=0 tool=0", found {word!r}')
         owed[component] = int(units)
     return owed
