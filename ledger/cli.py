@@ -119,10 +119,16 @@ class LazyCommands(click.Group):
 
         if not standalone_mode:
             return run()
+        _hold_descriptors()
         sys.exit(self._exit_code(run))
 
     def _exit_code(self, run: Callable[[], Any]) -> int:
         try:
+            if sys.stdout is None:
+                raise InvalidInput(
+                    "expected a standard output to print to, found it closed; nothing was done; "
+                    "direct it to a file, or to /dev/null"
+                )
             result = run()
             # A closed pipe must be noticed here, where it can still be passed over in silence.
             sys.stdout.flush()
@@ -138,6 +144,18 @@ class LazyCommands(click.Group):
             click.echo(f"shiftbook: {line}", err=True)
             return code
         return result if isinstance(result, int) else 0
+
+
+def _hold_descriptors() -> None:
+    """Put /dev/null where standard input, output or error is closed.
+
+    The next file that is opened would get its number, and what is printed could end in a ledger.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this
 
 
 def explain(error: Exception) -> tuple[int, str]:
