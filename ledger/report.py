@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -15,7 +16,14 @@ from shiftbook.ledger.asked_file import write_asked_file
 from shiftbook.ledger.cli_options import cell_text, clock_text
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.mirror import Mirror
-from shiftbook.ledger.report_data import READS, JobStory, Row, read_stories, steady_median_s
+from shiftbook.ledger.report_data import (
+    READS,
+    JobStory,
+    Row,
+    net_gain_s,
+    read_stories,
+    steady_median_s,
+)
 from shiftbook.ledger.summary import seconds_text, size_text
 
 if TYPE_CHECKING:
@@ -105,7 +113,7 @@ def recorded_verdict(mirror: Mirror, jobs: Sequence[str] | None) -> Verdict | No
     where = "" if jobs is None else "AND job IN (SELECT unnest(?))"
     parameters = [] if jobs is None else [list(jobs)]
     findings = mirror.rows(
-        "SELECT invariant, at_position AS position, expected, found FROM findings "
+        "SELECT job, invariant, at_position AS position, expected, found FROM findings "
         f"WHERE true {where} ORDER BY at_position",
         parameters,
     )
@@ -263,15 +271,16 @@ def _gains(stories: Sequence[JobStory]) -> list[str]:
         _figure(
             gains_title(known),
             gains(known),
-            "Each point is a move, its line the interval of the realised gain. On the dashed "
-            "line the prediction was right; below it the move brought less than promised.",
+            "Each point is a move, its line the interval of the realised gain. Both gains are net "
+            "of the move's cost, the predicted and the real one. On the dashed line the prediction "
+            "was right; below it the move brought less than promised.",
         )
     ]
 
 
 def gains_title(moves: Sequence[Row]) -> str:
     """How wrong the predictor was, in which direction, and how many moves lost."""
-    errors = [move["realised_gain_s"] - move["predicted_gain_s"] for move in moves]
+    errors = [move["realised_gain_s"] - net_gain_s(move) for move in moves]
     middle = median(errors)
     lost = sum(1 for move in moves if move["realised_gain_s"] < 0)
     losers = "none lost time" if lost == 0 else f"{lost} lost time"
@@ -320,22 +329,26 @@ def _verdict(verdict: Verdict | None) -> list[str]:
         ]
     findings = list(verdict.get("findings") or ())
     coverage = list(verdict.get("coverage") or ())
-    checked = sum(1 for row in coverage if row.get("status") == "checked")
+    counts = Counter(str(row.get("status")) for row in coverage)
+    statuses = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     title = (
         f"Verdict: {verdict['verdict']}, {len(findings)} {_plural(len(findings), 'finding')}; "
-        f"{checked} of {len(coverage)} invariants checked"
+        f"invariants: {statuses or 'none recorded'}"
     )
     parts = [f"<h2>{escape(title)}</h2>"]
     for reason in verdict.get("could_not") or ():
         parts.append(f'<p class="note bad">{escape(str(reason))}</p>')
     for rows, columns in (
-        (findings, ("invariant", "position", "expected", "found")),
-        (coverage, ("invariant", "title", "status", "required", "checks", "reason")),
+        (findings, ("job", "invariant", "position", "expected", "found")),
+        (coverage, ("job", "invariant", "title", "status", "required", "checks", "reason")),
     ):
-        shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+        shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
         if rows:
             cells = [[row.get(name) for name in shown] for row in rows[:MOST_ROWS]]
             parts.append(_table(shown, cells))
+        if len(rows) > MOST_ROWS:
+            left = len(rows) - MOST_ROWS
+            parts.append(f'<p class="note">{left} more rows: run `shiftbook verify`.</p>')
     return parts
 
 
@@ -350,7 +363,7 @@ def _moves_table(stories: Sequence[JobStory]) -> list[str]:
             move["status"],
             move["strategy"],
             _changes(move["before_placement"] or {}, move["after_placement"] or {}),
-            _seconds(move["predicted_gain_s"]),
+            None if move["predicted_gain_s"] is None else seconds_text(net_gain_s(move)),
             _seconds(move["realised_gain_s"]),
             None if move["moved_bytes"] is None else size_text(move["moved_bytes"]),
             _seconds(move["stall_s"]),
@@ -364,8 +377,8 @@ def _moves_table(stories: Sequence[JobStory]) -> list[str]:
         "status",
         "strategy",
         "change",
-        "predicted",
-        "realised",
+        "predicted, net",
+        "realised, net",
         "moved",
         "stall",
         "because",
