@@ -83,7 +83,9 @@ class SqliteDialect(Dialect):
         """Build the file under another name and link it into place."""
         folder = self.path.parent
         if not folder.is_dir():
-            raise LedgerUnreachable(f"expected a folder {folder} for the ledger, found none")
+            raise LedgerUnreachable(
+                f"expected a folder {folder} for the ledger, found none; make it, or name another"
+            )
         self._lock.acquire()
         draft = self.path.with_name(f"{self.path.name}.new-{os.getpid()}-{threading.get_ident()}")
         try:

@@ -94,7 +94,7 @@ def propose(
 
     with open_book(ledger_url, write=True) as ledger:
         name = one_job(ledger, job)
-        state = ledger.state().job(name)
+        state = _require_open(ledger, name)
         proposal = _proposal(
             state, read_topology(after, state.topology), cast("Strategy", strategy), gain_s, cost_s
         )
@@ -109,6 +109,17 @@ def propose(
             status, reason = _wait(ledger, name, operation, wait_s)
         _tell(operation, status, None, reason, format_)
         return 0 if status in ("proposed", "committed") else EXIT_BAD
+
+
+def _require_open(ledger: Ledger, job: str) -> JobState:
+    """The job's state; raise InvalidInput where it is over, and nothing of it can be operated."""
+    state = ledger.state().job(job)
+    if state.status == "closed":
+        raise InvalidInput(
+            f"expected an open job, found {job} closed: it moves nothing any more; "
+            "`shiftbook jobs` lists those that are open"
+        )
+    return state
 
 
 def _tell(operation: str, status: str, rule: str | None, reason: str | None, format_: str) -> None:
@@ -257,7 +268,7 @@ def freeze(ledger_url: str, job: str, reason: str) -> None:
     from shiftbook.ledger.gate import Gate
 
     with open_book(ledger_url, write=True) as ledger:
-        known_job(ledger, job)
+        _require_open(ledger, known_job(ledger, job))
         receipt = Gate(ledger, by=actor()).freeze(job, by=actor(), reason=reason)
         state = ledger.state().job(job)
     if receipt is None:
@@ -282,13 +293,17 @@ def thaw(ledger_url: str, job: str, reason: str, operation: str | None) -> None:
     with open_book(ledger_url, write=True) as ledger:
         known_job(ledger, job)
         gate = Gate(ledger, by=actor())
-        if operation is not None:
+        if operation is None:
+            _require_open(ledger, job)
+        else:
             lifted = gate.lift_quarantine(job, operation, by=actor(), reason=reason)
             click.echo(
                 f"no device is in quarantine for {operation}"
                 if lifted is None
                 else f"quarantine of {operation} lifted at position {lifted.last}"
             )
+            if ledger.state().job(job).status == "closed":
+                return  # what it poisoned outlives it; its safe mode does not
         receipt = gate.thaw(job, by=actor(), reason=reason)
     if receipt is None:
         click.echo(f"{job} is not in safe mode")

@@ -562,7 +562,11 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["expected an open job", "closed"],
     ),
     (["freeze", "nobody", "--ledger", "BOOK", "--reason", "x"], ["no job 'nobody'"]),
-    (["freeze", "demo-static", "--ledger", "BOOK", "--reason", "x"], ["closed"]),
+    (
+        ["freeze", "demo-static", "--ledger", "BOOK", "--reason", "x"],
+        ["closed", "`shiftbook jobs`"],
+    ),
+    (["thaw", "demo-static", "--ledger", "BOOK", "--reason", "x"], ["closed", "`shiftbook jobs`"]),
     (["recover", "nobody", "--ledger", "BOOK"], ["no job 'nobody'"]),
     (["recover", "--ledger", "BOOK", "--mover", "x", "--no-mover"], ["exclude each other"]),
 ]
