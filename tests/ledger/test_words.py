@@ -18,7 +18,9 @@ from click.testing import CliRunner, Result
 
 from shiftbook.ledger.cli import COMMAND_GROUP, main
 from shiftbook.ledger.cli_options import moment_ns
+from shiftbook.ledger.commands.operate import read_topology
 from shiftbook.ledger.errors import InvalidInput
+from shiftbook.ledger.topology import Topology
 from tests.ledger.sample_ledger import write_sample
 
 HUGE = "9" * 30
@@ -131,10 +133,10 @@ def test_a_file_whose_name_is_no_utf8_may_be_written(book: Path, tmp_path: Path)
     assert page.stat().st_size > 1000
 
 
-def test_a_component_that_stands_twice(book: Path) -> None:
+def test_a_component_that_stands_twice() -> None:
     """One of the two places would have been forgotten."""
-    words = ("propose", "--after", "rollout=n/0 rollout=n/1", "--strategy", "pause")
-    assert_refused(invoke(*words, "--ledger", str(book)), "each component once")
+    with pytest.raises(InvalidInput, match="each component once"):
+        read_topology("rollout=n/0 rollout=n/1", Topology())
 
 
 def test_two_ledgers_for_one_verdict(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
