@@ -9,7 +9,7 @@ import click
 
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.manifest import BundleManifest, check_files, load_manifest, plain
-from shiftbook.checkpoint.shelf import find_bundle, latest_bundle, list_bundles
+from shiftbook.checkpoint.shelf import find_bundle, latest_bundle, list_bundles, shelves_in
 from shiftbook.checkpoint.transfer.commands import transfer
 from shiftbook.ledger.cli_options import (
     Format,
@@ -21,6 +21,7 @@ from shiftbook.ledger.cli_options import (
     open_book,
     working,
 )
+from shiftbook.ledger.cli_types import NamedPath, Whole
 
 LIST_COLUMNS = ("name", "iteration", "policy_version", "bytes", "job", "attempt", "bundle_id")
 DIFF_COLUMNS = ("part", "tensor", "what", "a", "b", "differing", "elements")
@@ -36,10 +37,11 @@ checkpoint.add_command(transfer)
 
 
 @checkpoint.command("list")
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", type=NamedPath(exists=True, file_okay=False, path_type=Path))
 @format_option()
 def list_command(folder: Path, format_: Format) -> None:
     """List the complete bundles in FOLDER, oldest first."""
+    saved = list_bundles(folder)
     rows = (
         (
             bundle.path.name,
@@ -50,13 +52,22 @@ def list_command(folder: Path, format_: Format) -> None:
             bundle.manifest.attempt,
             bundle.bundle_id,
         )
-        for bundle in list_bundles(folder)
+        for bundle in saved
     )
     emit(rows, LIST_COLUMNS, format_)
+    if not saved:
+        _tell_shelves(folder)
+
+
+def _tell_shelves(folder: Path) -> None:
+    """Say on stderr which folders in this one hold bundles, where it holds none itself."""
+    if inside := shelves_in(folder):
+        names = ", ".join(inside)
+        click.echo(f"no bundle in {folder} itself; folders in it hold some: {names}", err=True)
 
 
 @checkpoint.command()
-@click.argument("path", type=click.Path(exists=True, path_type=Path))
+@click.argument("path", type=NamedPath(exists=True, path_type=Path))
 @click.option(
     "--format",
     "format_",
@@ -75,7 +86,7 @@ def show(path: Path, format_: str) -> None:
 
 
 @checkpoint.command()
-@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("path", type=NamedPath(exists=True, file_okay=False, path_type=Path))
 @click.option("--files-only", is_flag=True, help="Do not load the tensors (needs no torch).")
 @format_option()
 @click.pass_context
@@ -113,12 +124,12 @@ def verify(context: click.Context, path: Path, files_only: bool, format_: Format
 
 
 @checkpoint.command()
-@click.argument("source", type=click.Path(exists=True, path_type=Path))
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("source", type=NamedPath(exists=True, path_type=Path))
+@click.argument("folder", type=NamedPath(file_okay=False, path_type=Path))
 @click.option("--job", required=True, help="Job that the state belongs to.")
 @click.option("--attempt", default="registered", show_default=True, help="Attempt that made it.")
-@click.option("--iteration", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--policy-version", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--iteration", type=Whole(min=0), default=0, show_default=True)
+@click.option("--policy-version", type=Whole(min=0), default=0, show_default=True)
 @click.option("--part", default="policy", show_default=True, help="Name of the bundle's one part.")
 @click.option("--kind", default=None, help="What the part is, where its name does not say.")
 @click.option(
@@ -174,12 +185,12 @@ def register(
 
 
 @checkpoint.command("retain")
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--keep", type=click.IntRange(min=1), required=True, help="Newest bundles to keep.")
+@click.argument("folder", type=NamedPath(exists=True, file_okay=False, path_type=Path))
+@click.option("--keep", type=Whole(min=1), required=True, help="Newest bundles to keep.")
 @click.option(
     "--golden",
     multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=NamedPath(exists=True, dir_okay=False, path_type=Path),
     help="A golden trace; bundles that it names stay. Once for each.",
 )
 @click.option("--no-golden", is_flag=True, help="No golden trace needs any of these bundles.")
@@ -208,11 +219,13 @@ def retain_command(
     with open_book(ledger_url) as ledger:
         for path in retain_needed(folder, keep, ledger, golden=golden, on_damaged=tell):
             click.echo(str(path))
+    if latest_bundle(folder) is None:
+        _tell_shelves(folder)
 
 
 @checkpoint.command("diff")
-@click.argument("a", type=click.Path(exists=True, path_type=Path))
-@click.argument("b", type=click.Path(exists=True, path_type=Path))
+@click.argument("a", type=NamedPath(exists=True, path_type=Path))
+@click.argument("b", type=NamedPath(exists=True, path_type=Path))
 @click.option(
     "--part", default="policy", show_default=True, help="Name of the one part of a foreign state."
 )

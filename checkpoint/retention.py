@@ -13,6 +13,9 @@ from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.job_state import JobState
 from shiftbook.ledger.ledger import Ledger
 
+GOLDEN_TRACE = "# Shiftbook golden trace"
+"""How every golden trace begins."""
+
 
 def needed_bundles(ledger: Ledger) -> set[str]:
     """Ids of the bundles that the lineage of any job in the ledger needs.
@@ -53,6 +56,12 @@ def named_bundles(trace: Path, bundles: Collection[str]) -> set[str]:
             f"expected a golden trace, could not read {trace} ({error}); nothing was deleted",
             path=str(trace),
         ) from error
+    if not text.startswith(GOLDEN_TRACE):
+        raise BundleError(
+            f"expected a golden trace at {trace}, found another kind of file; nothing was deleted; "
+            "give what `shiftbook replay --update-golden` wrote",
+            path=str(trace),
+        )
     return {bundle for bundle in bundles if bundle[:12] in text}
 
 

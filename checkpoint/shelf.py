@@ -163,11 +163,21 @@ def find_bundle(path: str | os.PathLike[str]) -> Path:
         return folder
     latest = latest_bundle(folder)
     if latest is None:
+        inside = shelves_in(folder)
+        like = f"; name one of the folders in it that hold some: {', '.join(inside)}" * bool(inside)
         raise ManifestInvalid(
-            f"{folder}: expected a bundle or a folder of bundles, found no complete bundle in it",
+            f"{folder}: expected a bundle or a folder of bundles, found no complete bundle in it"
+            f"{like}",
             path=str(folder),
         )
     return latest.path
+
+
+def shelves_in(folder: Path) -> list[str]:
+    """Names of the folders directly in ``folder`` that hold bundles, such as one for each job."""
+    return sorted(
+        path.name for path in folder.iterdir() if path.is_dir() and any(_bundle_paths(path))
+    )
 
 
 def _bundle_paths(root: Path) -> list[Path]:

@@ -9,16 +9,17 @@ from typing import Any
 import click
 
 from shiftbook.ledger.cli_options import emit, emit_document, format_option
+from shiftbook.ledger.cli_types import NamedPath, Whole
 
 
 @click.command()
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=NamedPath(file_okay=False, path_type=Path),
     required=True,
     help="Folder for ledger.db, bundles/ and report.html. A run that was cut short goes on there.",
 )
-@click.option("--iterations", type=click.IntRange(min=2), default=7, show_default=True)
+@click.option("--iterations", type=Whole(min=2), default=7, show_default=True)
 @click.option(
     "--schedule",
     type=click.Choice(["all", "dynamic", "static", "timeshared"]),
@@ -26,16 +27,16 @@ from shiftbook.ledger.cli_options import emit, emit_document, format_option
     show_default=True,
     help="Which schedules to run; all compares them.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--seed", type=Whole(min=0), default=0, show_default=True)
 @click.option(
     "--slots",
-    type=click.IntRange(min=2),
+    type=Whole(min=2),
     default=None,
     help="Slots to use; all cores by default. More than there are cores is for tests.",
 )
 @click.option(
     "--chaos",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=None,
     metavar="SEED",
     help="Kill processes of the dynamic run at random, drawn by SEED.",
@@ -49,7 +50,7 @@ from shiftbook.ledger.cli_options import emit, emit_document, format_option
 )
 @click.option(
     "--shadow",
-    type=click.IntRange(min=1),
+    type=Whole(min=1),
     default=None,
     metavar="N",
     help="Run every Nth iteration of the dynamic run again beside it, and compare bit for bit.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -50,6 +51,9 @@ EXTRA_OF = {
     "hypothesis": "test",
 }
 """Importable module to the extra of this distribution that installs it."""
+
+
+_SURROGATES = re.compile("[\udc80-\udcff]")
 
 
 class LazyCommands(click.Group):
@@ -115,10 +119,16 @@ class LazyCommands(click.Group):
 
         if not standalone_mode:
             return run()
+        _hold_descriptors()
         sys.exit(self._exit_code(run))
 
     def _exit_code(self, run: Callable[[], Any]) -> int:
         try:
+            if sys.stdout is None:
+                raise InvalidInput(
+                    "expected a standard output to print to, found it closed; nothing was done; "
+                    "direct it to a file, or to /dev/null"
+                )
             result = run()
             # A closed pipe must be noticed here, where it can still be passed over in silence.
             sys.stdout.flush()
@@ -134,6 +144,18 @@ class LazyCommands(click.Group):
             click.echo(f"shiftbook: {line}", err=True)
             return code
         return result if isinstance(result, int) else 0
+
+
+def _hold_descriptors() -> None:
+    """Put /dev/null where standard input, output or error is closed.
+
+    The next file that is opened would get its number, and what is printed could end in a ledger.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this
 
 
 def explain(error: Exception) -> tuple[int, str]:
@@ -152,6 +174,12 @@ def explain(error: Exception) -> tuple[int, str]:
         return EXIT_COULD_NOT, (
             f"module {error.name} is missing, so this installation is incomplete; "
             "install it again with: pip install --force-reinstall shiftbook"
+        )
+    if isinstance(error, UnicodeEncodeError) and _SURROGATES.search(error.object):
+        # How Python holds the bytes of an argument or a file's name that are no UTF-8.
+        return EXIT_COULD_NOT, _one_line(
+            f"expected text in UTF-8, found {os.fsencode(error.object)[:60]!r}; "
+            "what a ledger holds is UTF-8, so check the argument and the terminal's encoding"
         )
     if isinstance(error, OSError) and error.strerror:
         where = f" {error.filename}" if error.filename else ""

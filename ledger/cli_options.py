@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Format = Literal["table", "json", "jsonl", "csv"]
 FORMATS = ("table", "json", "jsonl", "csv")
+_AGO = re.compile(r"[0-9]+\.?[0-9]*[smhd]|\.[0-9]+[smhd]")
 UNBROKEN_WIDTH = 24
 """A column that is no wider than this is never folded on a terminal."""
 
@@ -152,18 +154,18 @@ def moment_ns(text: str, *, now: datetime | None = None) -> int:
     """Read a point in time: ISO 8601 (UTC where it has no zone), or ``90s``, ``10m``, ``2h``,
     ``3d`` ago. Returns UTC nanoseconds; raises InvalidInput."""
     units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-    if text[-1:] in units and text[:-1].replace(".", "", 1).isdigit():
-        at = (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * units[text[-1]])
-    else:
-        try:
+    try:
+        if _AGO.fullmatch(text):
+            at = (now or datetime.now(UTC)) - timedelta(seconds=float(text[:-1]) * units[text[-1]])
+        else:
             at = datetime.fromisoformat(text)
-        except ValueError as error:
-            raise InvalidInput(
-                f"expected a time such as 2026-01-31T12:00:00 or 10m (ten minutes ago), "
-                f"found {text!r}"
-            ) from error
-        if at.tzinfo is None:
-            at = at.replace(tzinfo=UTC)
+    except (ValueError, OverflowError) as error:
+        raise InvalidInput(
+            "expected a time such as 2026-01-31T12:00:00 or 10m (ten minutes ago), "
+            f"found {text[:60]!r}"
+        ) from error
+    if at.tzinfo is None:
+        at = at.replace(tzinfo=UTC)
     delta = at - datetime(1970, 1, 1, tzinfo=UTC)
     return ((delta.days * 86400 + delta.seconds) * 1_000_000 + delta.microseconds) * 1000
 

@@ -225,9 +225,11 @@ class Ledger:
 
     def event(self, position: int) -> StoredEvent:
         """Event at a position; raise UnknownPosition where there is none."""
-        for row in self._store.rows(position - 1, position, limit=1):
-            return row.event()
-        raise UnknownPosition(position, self._store.head().size)
+        size = self._store.head().size
+        if 0 <= position < size:  # no database is asked for a number that it cannot hold
+            for row in self._store.rows(position - 1, position, limit=1):
+                return row.event()
+        raise UnknownPosition(position, size)
 
     def span(
         self, after: int, since_ns: int | None, until_ns: int | None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +163,12 @@ def _does_not_fit(head: SignedHead, error: ProofInvalid) -> ProofInvalid:
 def encode_proof(document: dict[str, Any]) -> bytes:
     """A proof as it is written to a file."""
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def is_proof(head: bytes) -> bool:
+    """True for bytes that begin as `encode_proof` writes them."""
+    opening = rb'\{\s*"format": "(%s|%s)"' % (INCLUSION.encode(), CONSISTENCY.encode())
+    return re.match(opening, head) is not None
 
 
 def check_proof(data: bytes, verifiers: Sequence[Verifier]) -> Checked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -12,15 +12,26 @@ from statistics import median
 from string import Template
 from typing import TYPE_CHECKING, Any
 
+from shiftbook.ledger.asked_file import write_asked_file
 from shiftbook.ledger.cli_options import cell_text, clock_text
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.mirror import Mirror
-from shiftbook.ledger.report_data import READS, JobStory, Row, read_stories, steady_median_s
+from shiftbook.ledger.report_data import (
+    READS,
+    JobStory,
+    Row,
+    net_gain_s,
+    read_stories,
+    steady_median_s,
+)
 from shiftbook.ledger.summary import seconds_text, size_text
 
 if TYPE_CHECKING:
     from shiftbook.ledger.ledger import Ledger
     from shiftbook.ledger.report_charts import Picture
+
+TITLE = "Moves of"
+"""What the title of every page begins with; a page is told from other files by it."""
 
 MOST_TIMELINES = 4
 """Jobs whose timeline is drawn; those with the most moves come first."""
@@ -44,20 +55,16 @@ def write_report(
     verdict: Verdict | None = None,
     jobs: Sequence[str] | None = None,
 ) -> None:
-    """Write the page; raise InvalidInput where the file cannot be written.
+    """Write the page; raise InvalidInput where it cannot be written or another file stands there.
 
     ``verdict`` is the verifier's; without one the page shows what the ledger itself records.
     """
     page = render_report(ledger, verdict=verdict, jobs=jobs)
-    draft = output.with_name(f"{output.name}.new-{os.getpid()}")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        draft.replace(output)
-    except OSError as error:
-        raise InvalidInput(
-            f"expected to write {output}, found: {error.strerror}; "
-            "name a file in a folder that can be written"
-        ) from error
+    write_asked_file(output, page.encode(), kind="a report", is_kind=_is_report)
+
+
+def _is_report(head: bytes) -> bool:
+    return head.startswith(b"<!doctype html>") and f"<title>{TITLE} ".encode() in head
 
 
 def render_report(
@@ -68,7 +75,7 @@ def render_report(
         stories = read_stories(mirror, jobs)
         recorded = verdict if verdict is not None else recorded_verdict(mirror, jobs)
         size = mirror.size
-    title = "Moves of " + (", ".join(story.job for story in stories) or "an empty ledger")
+    title = f"{TITLE} " + (", ".join(story.job for story in stories) or "an empty ledger")
     sections = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="note">{size:,} events of {escape(ledger.url)}</p>',
@@ -106,7 +113,7 @@ def recorded_verdict(mirror: Mirror, jobs: Sequence[str] | None) -> Verdict | No
     where = "" if jobs is None else "AND job IN (SELECT unnest(?))"
     parameters = [] if jobs is None else [list(jobs)]
     findings = mirror.rows(
-        "SELECT invariant, at_position AS position, expected, found FROM findings "
+        "SELECT job, invariant, at_position AS position, expected, found FROM findings "
         f"WHERE true {where} ORDER BY at_position",
         parameters,
     )
@@ -264,15 +271,16 @@ def _gains(stories: Sequence[JobStory]) -> list[str]:
         _figure(
             gains_title(known),
             gains(known),
-            "Each point is a move, its line the interval of the realised gain. On the dashed "
-            "line the prediction was right; below it the move brought less than promised.",
+            "Each point is a move, its line the interval of the realised gain. Both gains are net "
+            "of the move's cost, the predicted and the real one. On the dashed line the prediction "
+            "was right; below it the move brought less than promised.",
         )
     ]
 
 
 def gains_title(moves: Sequence[Row]) -> str:
     """How wrong the predictor was, in which direction, and how many moves lost."""
-    errors = [move["realised_gain_s"] - move["predicted_gain_s"] for move in moves]
+    errors = [move["realised_gain_s"] - net_gain_s(move) for move in moves]
     middle = median(errors)
     lost = sum(1 for move in moves if move["realised_gain_s"] < 0)
     losers = "none lost time" if lost == 0 else f"{lost} lost time"
@@ -321,22 +329,26 @@ def _verdict(verdict: Verdict | None) -> list[str]:
         ]
     findings = list(verdict.get("findings") or ())
     coverage = list(verdict.get("coverage") or ())
-    checked = sum(1 for row in coverage if row.get("status") == "checked")
+    counts = Counter(str(row.get("status")) for row in coverage)
+    statuses = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
     title = (
         f"Verdict: {verdict['verdict']}, {len(findings)} {_plural(len(findings), 'finding')}; "
-        f"{checked} of {len(coverage)} invariants checked"
+        f"invariants: {statuses or 'none recorded'}"
     )
     parts = [f"<h2>{escape(title)}</h2>"]
     for reason in verdict.get("could_not") or ():
         parts.append(f'<p class="note bad">{escape(str(reason))}</p>')
     for rows, columns in (
-        (findings, ("invariant", "position", "expected", "found")),
-        (coverage, ("invariant", "title", "status", "required", "checks", "reason")),
+        (findings, ("job", "invariant", "position", "expected", "found")),
+        (coverage, ("job", "invariant", "title", "status", "required", "checks", "reason")),
     ):
-        shown = [name for name in columns if any(row.get(name) is not None for row in rows)]
+        shown = [name for name in columns if any(row.get(name) not in (None, "") for row in rows)]
         if rows:
             cells = [[row.get(name) for name in shown] for row in rows[:MOST_ROWS]]
             parts.append(_table(shown, cells))
+        if len(rows) > MOST_ROWS:
+            left = len(rows) - MOST_ROWS
+            parts.append(f'<p class="note">{left} more rows: run `shiftbook verify`.</p>')
     return parts
 
 
@@ -351,7 +363,7 @@ def _moves_table(stories: Sequence[JobStory]) -> list[str]:
             move["status"],
             move["strategy"],
             _changes(move["before_placement"] or {}, move["after_placement"] or {}),
-            _seconds(move["predicted_gain_s"]),
+            None if move["predicted_gain_s"] is None else seconds_text(net_gain_s(move)),
             _seconds(move["realised_gain_s"]),
             None if move["moved_bytes"] is None else size_text(move["moved_bytes"]),
             _seconds(move["stall_s"]),
@@ -365,8 +377,8 @@ def _moves_table(stories: Sequence[JobStory]) -> list[str]:
         "status",
         "strategy",
         "change",
-        "predicted",
-        "realised",
+        "predicted, net",
+        "realised, net",
         "moved",
         "stall",
         "because",

@@ -11,7 +11,7 @@ from typing import Any
 import altair as alt
 import vl_convert
 
-from shiftbook.ledger.report_data import JobStory
+from shiftbook.ledger.report_data import JobStory, net_gain_s
 
 WIDTH = 920
 """Width of a picture in pixels; the page scales it down on a narrow screen."""
@@ -240,10 +240,10 @@ def iteration_times(stories: Sequence[JobStory], names: dict[str, str]) -> Pictu
 
 
 def gains(moves: Sequence[dict[str, Any]]) -> Picture:
-    """Predicted against realised gain, a point with its interval for each move."""
+    """Predicted against realised gain, net of costs, a point with its interval for each move."""
     rows = [
         {
-            "predicted_s": move["predicted_gain_s"],
+            "predicted_s": net_gain_s(move),
             "realised_s": move["realised_gain_s"],
             "low_s": move["realised_gain_low_s"],
             "high_s": move["realised_gain_high_s"],
@@ -258,18 +258,19 @@ def gains(moves: Sequence[dict[str, Any]]) -> Picture:
     strategies = sorted({row["strategy"] for row in rows})
 
     def draw(theme: Theme) -> Any:
-        color = _color(theme, "strategy", strategies)
+        # As strong in the legend as the points are, not as the lines.
+        color = _color(theme, "strategy", strategies).legend(symbolOpacity=1)
         # The same range on both axes, so that the line of right predictions is the diagonal; an
         # interval may be far wider and is cut at the edge.
         scale = alt.Scale(domain=ends, nice=False, clamp=True)
         x = alt.X(
-            "predicted_s:Q", title="predicted gain (s)", scale=scale, axis=alt.Axis(tickCount=6)
+            "predicted_s:Q", title="predicted net gain (s)", scale=scale, axis=alt.Axis(tickCount=6)
         )
         base = alt.Chart(_rows(rows))
         even = (
             alt.Chart(_rows([{"predicted_s": end, "realised_s": end} for end in ends]))
             .mark_line(strokeDash=[4, 4], color=theme["quiet"], strokeWidth=1)
-            .encode(x=x, y=alt.Y("realised_s:Q", title="realised gain (s)", scale=scale))
+            .encode(x=x, y=alt.Y("realised_s:Q", title="realised net gain (s)", scale=scale))
         )
         spans = base.mark_rule(opacity=0.45).encode(
             x=x, y=alt.Y("low_s:Q", scale=scale), y2="high_s:Q", color=color

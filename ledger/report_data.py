@@ -13,6 +13,14 @@ from shiftbook.ledger.mirror import Mirror
 Row = dict[str, Any]
 
 
+def net_gain_s(move: Row) -> float:
+    """Predicted gain less the predicted cost: what the realised gain, net of the real cost, meets.
+
+    A move without a predicted cost has none.
+    """
+    return float(move["predicted_gain_s"]) - float(move["predicted_cost_s"] or 0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Stay:
     """A component on a device for a while; seconds since the job's first event."""

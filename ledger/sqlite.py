@@ -59,7 +59,11 @@ class SqliteDialect(Dialect):
     def exists(self) -> bool:
         """Say whether a file is there; raise NotALedger where it is something else."""
         if self.path.is_dir():
-            raise NotALedger(f"expected a ledger file at {self.path}, found a folder")
+            inside = sorted(self.path.glob("*.db"))
+            like = f", such as {inside[0]}" if inside else ""
+            raise NotALedger(
+                f"expected a ledger file at {self.path}, found a folder; name the file{like}"
+            )
         try:
             size = self.path.stat().st_size
         except FileNotFoundError:
@@ -80,7 +84,9 @@ class SqliteDialect(Dialect):
         """Build the file under another name and link it into place."""
         folder = self.path.parent
         if not folder.is_dir():
-            raise LedgerUnreachable(f"expected a folder {folder} for the ledger, found none")
+            raise LedgerUnreachable(
+                f"expected a folder {folder} for the ledger, found none; make it, or name another"
+            )
         self._lock.acquire()
         draft = self.path.with_name(f"{self.path.name}.new-{os.getpid()}-{threading.get_ident()}")
         try:

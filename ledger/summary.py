@@ -67,7 +67,7 @@ def _committed(body: Body) -> str:
 
 def _realised(body: Body) -> str:
     return (
-        f"predicted {seconds_text(body['predicted_gain_s'])}, "
+        f"predicted net {seconds_text(body['predicted_gain_s'])}, "
         f"realised {seconds_text(body['adjusted_gain_s'])}"
     )
 

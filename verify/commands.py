@@ -161,6 +161,8 @@ def verify(
         raise click.UsageError("--freeze goes with --follow; use `shiftbook freeze JOB` otherwise")
     if integrity_only and (follow_ or job or record_):
         raise click.UsageError("--integrity-only goes with no --follow, --job or --record")
+    if ledger_argument is not None and _given("ledger_url") and ledger_argument != ledger_url:
+        raise click.UsageError("LEDGER and --ledger name two ledgers; give one of them")
     url = ledger_argument or ledger_url
     if record_ and exported_path(url) is not None:
         raise click.UsageError("a verdict on an export cannot be recorded in it")
@@ -214,6 +216,12 @@ def verify(
             count = record(ledger, verdict)
         click.echo(f"recorded as {count} events", err=True)
     return verdict.exit_code
+
+
+def _given(parameter: str) -> bool:
+    """Whether a parameter stands on the command line, and not in the environment or nowhere."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is click.core.ParameterSource.COMMANDLINE
 
 
 def _tell_outage(error: Exception) -> None:

@@ -47,6 +47,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 """What each field of the envelope is."""
 
 _CHANGED = "the file was edited, or the disk or a copy of it lost bytes"
+_RESTORE_SEGMENT = (
+    "Restore the segment's file from a copy; where the segments lie in another folder, name it "
+    "with --evidence."
+)
 _RESTORE = "Restore the ledger from a copy; what stands from this position on proves nothing."
 
 
@@ -253,7 +257,7 @@ class Integrity:
         row = row or self._row
         row.findings += 1
         at = max(0, at)
-        action = _RESTORE if row is self._row else "Restore the segment's file from a copy."
+        action = _RESTORE if row is self._row else _RESTORE_SEGMENT
         self.report.findings.add(
             Finding(
                 row.invariant,

@@ -19,6 +19,7 @@ from shiftbook.ledger.cli_options import (
     plain,
     working,
 )
+from shiftbook.ledger.cli_types import Finite
 
 
 @click.command(short_help="Run a live job's windows again under a static schedule, and compare.")
@@ -40,7 +41,7 @@ from shiftbook.ledger.cli_options import (
 @click.option(
     "--timeout",
     "limit_s",
-    type=click.FloatRange(min=1.0),
+    type=Finite(min=1.0),
     default=900.0,
     show_default=True,
     help="Seconds that the shadow of one window may take.",

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import click
 
+from shiftbook.ledger.cli_types import Finite, NamedPath
+
 DAYS = 30.0
 TOKEN_S = 3600.0
 
@@ -19,14 +21,16 @@ def transfer() -> None:
 @transfer.command()
 @click.option(
     "--out",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=NamedPath(file_okay=False, path_type=Path),
     required=True,
     help="Folder for authority.pem, server.pem and server.key.",
 )
 @click.option(
     "--host", "hosts", multiple=True, required=True, help="Name or address of the trainer; repeat."
 )
-@click.option("--days", type=float, default=DAYS, show_default=True, help="How long they are good.")
+@click.option(
+    "--days", type=Finite(), default=DAYS, show_default=True, help="How long they are good."
+)
 def certificates(out: Path, hosts: tuple[str, ...], days: float) -> None:
     """Make an authority and a server's certificate under it, for these hosts.
 
@@ -42,7 +46,7 @@ def certificates(out: Path, hosts: tuple[str, ...], days: float) -> None:
 @transfer.command()
 @click.option(
     "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     required=True,
     help="File that only its owner reads; sources are started with it.",
 )
@@ -58,13 +62,13 @@ def secret(out: Path) -> None:
 @click.option(
     "--secret",
     "secret_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     required=True,
     help="File that `secret` made.",
 )
 @click.option("--target", required=True, help="Name of the engine that may pull with it.")
 @click.option(
-    "--ttl-s", type=float, default=TOKEN_S, show_default=True, help="Seconds that it is good."
+    "--ttl-s", type=Finite(), default=TOKEN_S, show_default=True, help="Seconds that it is good."
 )
 def token(secret_file: Path, target: str, ttl_s: float) -> None:
     """Issue a token for one engine; it goes to stdout and nowhere else."""

@@ -17,6 +17,7 @@ from shiftbook.ledger.cli_options import (
     open_book,
     working,
 )
+from shiftbook.ledger.cli_types import NamedPath
 from shiftbook.ledger.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -58,7 +59,13 @@ def _mirrored(ledger: Ledger, tables: Sequence[str]) -> Mirror:
 
 def _query_text(query: str) -> str:
     if query == "-":
-        text = sys.stdin.read()
+        try:
+            text = sys.stdin.read()
+            text.encode()  # in the C locale Python reads any bytes
+        except UnicodeError as error:
+            raise InvalidInput(
+                f"expected a query in UTF-8 on stdin, found other bytes ({error})"
+            ) from error
     elif query.startswith("@"):
         path = Path(query[1:])
         try:
@@ -70,6 +77,7 @@ def _query_text(query: str) -> str:
             ) from error
     else:
         text = query
+        text.encode()  # what is not UTF-8 is refused before DuckDB sees it
     if not text.strip():
         raise InvalidInput("expected a query, found nothing; try: shiftbook sql 'from iterations'")
     return text
@@ -80,7 +88,7 @@ def _query_text(query: str) -> str:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     default=Path("report.html"),
     show_default=True,
     help="The page to write.",
@@ -88,7 +96,7 @@ def _query_text(query: str) -> str:
 @click.option(
     "--verdict",
     "verdict_path",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=NamedPath(exists=True, dir_okay=False, path_type=Path),
     help="JSON of `shiftbook verify --format json`; default: the verdict in the ledger.",
 )
 @click.option("--job", help="Only this job.")

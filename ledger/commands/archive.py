@@ -16,6 +16,7 @@ from shiftbook.ledger.cli_options import (
     open_book,
     working,
 )
+from shiftbook.ledger.cli_types import NamedPath, Whole
 
 if TYPE_CHECKING:
     from shiftbook.ledger.ledger import Ledger
@@ -38,18 +39,16 @@ _format = click.option(
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     help="The file to write; only an archive is ever replaced.",
 )
 @click.option(
     "--tiles",
-    type=click.Path(file_okay=False, path_type=Path),
+    type=NamedPath(file_okay=False, path_type=Path),
     help="A folder to bring up to the last signed head, in the layout of C2SP tlog-tiles.",
 )
-@click.option(
-    "--since", type=click.IntRange(min=0), default=0, show_default=True, help="First position."
-)
-@click.option("--until", type=click.IntRange(min=0), help="Last position; the head without it.")
+@click.option("--since", type=Whole(min=0), default=0, show_default=True, help="First position.")
+@click.option("--until", type=Whole(min=0), help="Last position; the head without it.")
 @_format
 def export(
     ledger_url: str,
@@ -130,7 +129,7 @@ def _write_archive(
 @click.command("import")
 @ledger_option
 @evidence_option
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=NamedPath(path_type=Path))
 @_format
 def import_(
     ledger_url: str, evidence: str | None, file: Path, format_: Literal["table", "json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -22,6 +23,7 @@ from shiftbook.ledger.cli_options import (
     open_book,
     printable,
 )
+from shiftbook.ledger.cli_types import Whole
 from shiftbook.ledger.errors import InvalidInput, UnknownOperation
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ JOB_COLUMNS = (
     "events",
     "last_event_ns",
 )
+_POSITION = re.compile(r"-?[0-9]+")
 EVENT_COLUMNS = (
     "position",
     "job",
@@ -115,12 +118,12 @@ def jobs(ledger_url: str, format_: Format) -> None:
 @click.option("--until", help="Recorded before: a time as for --since.")
 @click.option(
     "--after",
-    type=click.IntRange(min=-1),
+    type=Whole(min=-1),
     default=-1,
     show_default=True,
     help="Only events after this position.",
 )
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many events.")
+@click.option("--limit", type=Whole(min=1), help="At most so many events.")
 @click.option("--newest", is_flag=True, help="Newest first.")
 def log(
     ledger_url: str,
@@ -136,8 +139,8 @@ def log(
     newest: bool,
 ) -> None:
     """Print events, oldest first; filters may be combined."""
-    since_ns = moment_ns(since) if since else None
-    until_ns = moment_ns(until) if until else None
+    since_ns = None if since is None else moment_ns(since)
+    until_ns = None if until is None else moment_ns(until)
     with open_book(ledger_url) as ledger:
         if job is not None:
             known_job(ledger, job)
@@ -220,7 +223,7 @@ def _print_events(events: Iterable[StoredEvent], format_: Format) -> None:
 def show(ledger_url: str, format_: str, target: str) -> None:
     """Show one event (TARGET is a position) or the whole story of an operation (its id)."""
     with open_book(ledger_url) as ledger:
-        if target.lstrip("-").isdigit():
+        if _POSITION.fullmatch(target):
             stored = ledger.event(int(target))
             document = stored.plain()
             if format_ == "table":
@@ -275,12 +278,12 @@ def state(ledger_url: str, format_: str, job: str | None) -> None:
 @format_option("jsonl")
 @click.option(
     "--after",
-    type=click.IntRange(min=-1),
+    type=Whole(min=-1),
     help="Start after this position (-1: from the first event). Default: only new events.",
 )
 @click.option("--job", help="Only events of this job, which need not be there yet.")
 @click.option("--type", "types", multiple=True, help="Only events of this type; may be repeated.")
-@click.option("--limit", type=click.IntRange(min=1), help="Stop after so many events.")
+@click.option("--limit", type=Whole(min=1), help="Stop after so many events.")
 def follow(
     ledger_url: str,
     format_: Format,

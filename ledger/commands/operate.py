@@ -21,6 +21,7 @@ from shiftbook.ledger.cli_options import (
     one_job,
     open_book,
 )
+from shiftbook.ledger.cli_types import Finite
 from shiftbook.ledger.errors import InvalidInput, LedgerUnreachable, Rejected
 
 if TYPE_CHECKING:
@@ -50,8 +51,12 @@ DEFAULT_MOVER = "ray"
     required=True,
     help="pause hands over requests, reshard moves training state, reboot restarts.",
 )
-@click.option("--gain", "gain_s", type=float, default=0.0, show_default=True, help="Seconds won.")
-@click.option("--cost", "cost_s", type=float, default=0.0, show_default=True, help="Seconds lost.")
+@click.option(
+    "--gain", "gain_s", type=Finite(), default=0.0, show_default=True, help="Seconds won."
+)
+@click.option(
+    "--cost", "cost_s", type=Finite(), default=0.0, show_default=True, help="Seconds lost."
+)
 @click.option(
     "--owed",
     default="",
@@ -61,9 +66,7 @@ DEFAULT_MOVER = "ray"
 @click.option(
     "--restoring", is_flag=True, help="A move back to a valid topology, as safe mode allows."
 )
-@click.option(
-    "--wait", "wait_s", type=click.FloatRange(min=0), help="Wait so many seconds for the end."
-)
+@click.option("--wait", "wait_s", type=Finite(min=0), help="Wait so many seconds for the end.")
 @click.option(
     "--format", "format_", type=click.Choice(["table", "json"]), default="table", show_default=True
 )
@@ -91,7 +94,7 @@ def propose(
 
     with open_book(ledger_url, write=True) as ledger:
         name = one_job(ledger, job)
-        state = ledger.state().job(name)
+        state = _require_open(ledger, name)
         proposal = _proposal(
             state, read_topology(after, state.topology), cast("Strategy", strategy), gain_s, cost_s
         )
@@ -106,6 +109,17 @@ def propose(
             status, reason = _wait(ledger, name, operation, wait_s)
         _tell(operation, status, None, reason, format_)
         return 0 if status in ("proposed", "committed") else EXIT_BAD
+
+
+def _require_open(ledger: Ledger, job: str) -> JobState:
+    """The job's state; raise InvalidInput where it is over, and nothing of it can be operated."""
+    state = ledger.state().job(job)
+    if state.status == "closed":
+        raise InvalidInput(
+            f"expected an open job, found {job} closed: it moves nothing any more; "
+            "`shiftbook jobs` lists those that are open"
+        )
+    return state
 
 
 def _tell(operation: str, status: str, rule: str | None, reason: str | None, format_: str) -> None:
@@ -165,7 +179,13 @@ def read_topology(text: str, now: Topology) -> Topology:
     try:
         if "=" not in text:
             return _topology_file(Path(text.removeprefix("@")), now)
-        placement = dict(_assignment(word) for word in text.split())
+        named = [_assignment(word) for word in text.split()]
+        placement = dict(named)
+        if len(placement) < len(named):
+            raise InvalidInput(
+                f"expected each component once in --after, found {text!r}; "
+                "join its devices with commas: rollout=n/0,n/1"
+            )
         made = Topology.of(placement)
     except ValidationError as error:
         first = error.errors()[0]
@@ -185,7 +205,7 @@ def read_owed(text: str) -> dict[str, int]:
     owed = {}
     for word in text.split():
         component, _, units = word.partition("=")
-        if not component or not units.isdigit():
+        if not component or not (units.isascii() and units.isdigit()):
             raise InvalidInput(f'expected --owed "inference=0 tool=0", found {word!r}')
         owed[component] = int(units)
     return owed
@@ -248,7 +268,7 @@ def freeze(ledger_url: str, job: str, reason: str) -> None:
     from shiftbook.ledger.gate import Gate
 
     with open_book(ledger_url, write=True) as ledger:
-        known_job(ledger, job)
+        _require_open(ledger, known_job(ledger, job))
         receipt = Gate(ledger, by=actor()).freeze(job, by=actor(), reason=reason)
         state = ledger.state().job(job)
     if receipt is None:
@@ -273,13 +293,17 @@ def thaw(ledger_url: str, job: str, reason: str, operation: str | None) -> None:
     with open_book(ledger_url, write=True) as ledger:
         known_job(ledger, job)
         gate = Gate(ledger, by=actor())
-        if operation is not None:
+        if operation is None:
+            _require_open(ledger, job)
+        else:
             lifted = gate.lift_quarantine(job, operation, by=actor(), reason=reason)
             click.echo(
                 f"no device is in quarantine for {operation}"
                 if lifted is None
                 else f"quarantine of {operation} lifted at position {lifted.last}"
             )
+            if ledger.state().job(job).status == "closed":
+                return  # what it poisoned outlives it; its safe mode does not
         receipt = gate.thaw(job, by=actor(), reason=reason)
     if receipt is None:
         click.echo(f"{job} is not in safe mode")

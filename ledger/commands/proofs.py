@@ -21,6 +21,7 @@ from shiftbook.ledger.cli_options import (
     open_book,
     working,
 )
+from shiftbook.ledger.cli_types import Finite, NamedPath, Whole
 
 if TYPE_CHECKING:
     from shiftbook.ledger.head_signer import HeadSigner
@@ -33,7 +34,7 @@ HEAD_COLUMNS = ("size", "root", "origin", "key")
 key_file_option = click.option(
     "--key",
     "key_file",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     envvar="SHIFTBOOK_KEY",
     default=DEFAULT_KEY,
     show_default=True,
@@ -52,7 +53,7 @@ def key() -> None:
 @click.option(
     "-o",
     "out",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     default=DEFAULT_KEY,
     show_default=True,
     help="File to write the private key to, for its owner's eyes only.",
@@ -69,7 +70,7 @@ def new(name: str | None, out: Path) -> int:
 
 
 @key.command("show")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path), default=DEFAULT_KEY)
+@click.argument("file", type=NamedPath(dir_okay=False, path_type=Path), default=DEFAULT_KEY)
 def show(file: Path) -> int:
     """Print the verifier key that belongs to a private key."""
     from shiftbook.ledger.signing_keys import read_signer
@@ -113,7 +114,7 @@ def _signals_stop(stop: threading.Event) -> Iterator[None]:
 )
 @click.option(
     "--every",
-    type=click.IntRange(1),
+    type=Whole(1),
     default=1000,
     show_default=True,
     help="Events, with --follow.",
@@ -121,7 +122,7 @@ def _signals_stop(stop: threading.Event) -> Iterator[None]:
 @click.option(
     "--each",
     "each_s",
-    type=click.FloatRange(0, min_open=True),
+    type=Finite(0, min_open=True),
     default=10.0,
     show_default=True,
     help="Seconds after which anything new is signed, with --follow.",
@@ -195,16 +196,16 @@ def _follow(heads: HeadSigner, every: int, each_s: float, format_: Format) -> No
 
 
 @click.command()
-@click.argument("position", type=click.IntRange(0), required=False)
+@click.argument("position", type=Whole(0), required=False)
 @ledger_option
 @click.option(
     "--since", metavar="HEAD", help="Prove that this head, a file or a size, still holds."
 )
-@click.option("--at", "size", type=click.IntRange(1), help="Prove under the head of this size.")
+@click.option("--at", "size", type=Whole(1), help="Prove under the head of this size.")
 @click.option(
     "-o",
     "out",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    type=NamedPath(dir_okay=False, path_type=Path, allow_dash=True),
     default="-",
     help="File to write the proof to; stdout by default.",
 )
@@ -216,6 +217,7 @@ def prove(
     The proof is one file; `shiftbook check` needs it and the verifier key, and no ledger.
     """
     from shiftbook.ledger import proof as proofs
+    from shiftbook.ledger.asked_file import write_asked_file
 
     if (position is None) == (since is None):
         raise click.UsageError("give the POSITION of an event, or --since HEAD")
@@ -231,7 +233,7 @@ def prove(
     if str(out) == "-":
         sys.stdout.write(data.decode())
     else:
-        out.write_bytes(data)
+        write_asked_file(out, data, kind="a proof", is_kind=proofs.is_proof)
         click.echo(f"proof written to {out}", err=True)
     return 0
 
@@ -242,7 +244,8 @@ def _earlier_head(ledger: Ledger, since: str) -> SignedHead:
 
     path = Path(since)
     if since.isdecimal() and not path.exists():
-        head = ledger.tree().head(int(since))
+        size = int(since)
+        head = ledger.tree().head(size) if size <= ledger.head().size else None
         if head is None:
             raise NoSignedHead(f"expected a signed head of {since} events, found none of that size")
         return head
@@ -258,7 +261,7 @@ def _earlier_head(ledger: Ledger, since: str) -> SignedHead:
 
 
 @click.command()
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path, allow_dash=True))
+@click.argument("file", type=NamedPath(dir_okay=False, path_type=Path, allow_dash=True))
 @click.option(
     "--key",
     "keys",

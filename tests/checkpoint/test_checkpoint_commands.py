@@ -89,3 +89,15 @@ def test_a_folder_without_bundles_exits_2(tmp_path: Path, command: str) -> None:
     done = run(command, tmp_path)
     assert done.exit_code == 2
     assert "no complete bundle" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["list", "show", "verify"])
+def test_a_folder_of_folders_of_bundles_names_them(tmp_path: Path, command: str) -> None:
+    """A demo's bundles lie in a folder for each job; the folder above holds none itself."""
+    save_bundle(tmp_path / "job-a", fields(1), state(1))
+    (tmp_path / "empty").mkdir()
+    done = run(command, tmp_path)
+    assert done.exit_code == (0 if command == "list" else 2)
+    (line,) = done.stderr.splitlines()
+    assert "job-a" in line
+    assert "empty" not in line

@@ -21,6 +21,7 @@ from shiftbook.checkpoint.shelf import SavedBundle, list_bundles, retain
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.topology import Topology
+from shiftbook.verify.replay.golden import FAMILY
 from shiftbook.verify.replay.outcome import replay
 from shiftbook.verify.replay.protocol import Conditions, Job, Numbers, Step
 from tests.checkpoint.bundle_states import fields, state
@@ -85,11 +86,16 @@ def test_what_lineage_and_traces_need_stays(tmp_path: Path, shelf: list[SavedBun
     assert needed_bundles(ledger) == {shelf[k].bundle_id for k in (1, 2, 4)}
 
     trace = tmp_path / "small.golden"
-    trace.write_text(f"format 1\nbase {shelf[3].bundle_id[:12]}\n")
+    trace.write_text(f"{FAMILY}1\nbase {shelf[3].bundle_id[:12]}\n")
     command = ["retain", str(folder), "--keep", "1", "--ledger", url]
     done = CliRunner().invoke(checkpoint, [*command, "--golden", str(trace)])
     assert done.exit_code == 0, done.output
     assert done.output.split() == [str(shelf[0].path)]
+    assert left(shelf) == {1, 2, 3, 4, 5}
+    for name, other in (("empty", b""), ("text", b"small.golden\n"), ("bytes", b"\xff\x00")):
+        (tmp_path / name).write_bytes(other)
+        with pytest.raises(BundleError, match=r"golden trace.*nothing was deleted"):
+            retain_needed(folder, 1, ledger, golden=[trace, tmp_path / name])
     assert left(shelf) == {1, 2, 3, 4, 5}
     assert retain_needed(folder, 1, ledger) == [shelf[3].path]
     with pytest.raises(BundleError, match="nothing was deleted"):
@@ -119,7 +125,7 @@ def test_the_command_asks_for_golden_traces_or_for_a_word_that_there_are_none(
     gate.ledger.append(JOB, [bundle("a0", 0, one.bundle_id) for one in shelf])
     gate.ledger.close()
     trace = tmp_path / "small.golden"
-    trace.write_text(f"base {shelf[3].bundle_id}\n")
+    trace.write_text(f"{FAMILY}1\nbase {shelf[3].bundle_id}\n")
     command = ["retain", str(shelf[0].path.parent), "--keep", "2", "--ledger", url]
     for words, found in (((), "neither"), (("--golden", str(trace), "--no-golden"), "both")):
         refused = CliRunner().invoke(checkpoint, [*command, *words])

@@ -60,6 +60,10 @@ def sample_plan(*, mode: str = "act", iterations: int = 8) -> Plan:
     )
 
 
+COST_S = 0.08
+"""Predicted cost of every move."""
+
+
 class Clock:
     """Nanoseconds that move only when they are told to."""
 
@@ -187,7 +191,7 @@ class Writer:
                 strategy=strategy,  # type: ignore[arg-type]
                 predicted_end_s=3.0 - gain_s,
                 predicted_gain_s=gain_s,
-                predicted_cost_s=0.08,
+                predicted_cost_s=COST_S,
                 probability=0.93,
                 chosen=True,
             ),
@@ -214,7 +218,7 @@ class Writer:
                 predicted_throughput=70.0,
                 predicted_gain_s=gain_s,
                 gain_interval=reallocation.Interval(low=gain_s - 0.2, high=gain_s + 0.2),
-                predicted_cost_s=0.08,
+                predicted_cost_s=COST_S,
                 horizon_s=3.0,
                 model_version=self.operations,
                 since_last_move_s=1.5 if self.operations > 1 else None,
@@ -311,7 +315,7 @@ class Writer:
         ]
 
     def realise(self, operation: str, predicted_s: float, adjusted_s: float) -> int:
-        """What a committed move brought."""
+        """What a committed move brought; both gains are net of costs."""
         return self.put(
             reallocation.GainRealized(
                 baseline_window_s=1.0,
@@ -547,7 +551,8 @@ def _run_iteration(writer: Writer, number: int, base_s: float) -> None:
     writer.iteration(number, wall_s)
     if realised is not None:
         operation, predicted = realised
-        writer.realise(operation, predicted, predicted + writer.random.gauss(-0.05, 0.15))
+        net_s = predicted - COST_S
+        writer.realise(operation, net_s, net_s + writer.random.gauss(-0.05, 0.15))
 
 
 def open_sample(place: Path | str, clock: Clock | None = None) -> Ledger:

@@ -562,7 +562,11 @@ BAD: list[tuple[list[str], list[str]]] = [
         ["expected an open job", "closed"],
     ),
     (["freeze", "nobody", "--ledger", "BOOK", "--reason", "x"], ["no job 'nobody'"]),
-    (["freeze", "demo-static", "--ledger", "BOOK", "--reason", "x"], ["closed"]),
+    (
+        ["freeze", "demo-static", "--ledger", "BOOK", "--reason", "x"],
+        ["closed", "`shiftbook jobs`"],
+    ),
+    (["thaw", "demo-static", "--ledger", "BOOK", "--reason", "x"], ["closed", "`shiftbook jobs`"]),
     (["recover", "nobody", "--ledger", "BOOK"], ["no job 'nobody'"]),
     (["recover", "--ledger", "BOOK", "--mover", "x", "--no-mover"], ["exclude each other"]),
 ]
@@ -649,6 +653,65 @@ def closed_copy(book: Path, tmp_path: Path) -> bytes:
     source.close()
     copy.close()
     return target.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("jobs",),
+        ("show", "3"),
+        ("verify", "--integrity-only"),
+        ("report", "-o", "page.html"),
+        ("key", "new", "-o", "new.key"),
+        ("freeze", "demo-dynamic", "--reason", "x"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_closed_output_is_told_before_anything_is_done(
+    words: tuple[str, ...], book: Path, tmp_path: Path
+) -> None:
+    closed = ("sh", "-c", 'exec "$@" >&-', "sh")
+    variables = dict(os.environ, SHIFTBOOK_LEDGER=str(book))
+    done = subprocess.run(
+        [*closed, *SHIFTBOOK, *words],
+        cwd=tmp_path,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert_one_line(done.returncode, done.stderr, "standard output", "/dev/null")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("closed", ["<&-", "2>&-", "<&- 2>&-"])
+def test_no_file_takes_the_place_of_a_closed_stream(
+    closed: str, book: Path, tmp_path: Path
+) -> None:
+    """A command that complains on stderr, while a ledger is open, writes nothing into it."""
+    (tmp_path / "ledger.db").write_bytes(closed_copy(book, tmp_path))
+    words = ["freeze", "nobody", "--reason", "x", "--ledger", str(tmp_path / "ledger.db")]
+    code = (
+        "import json, os\n"
+        "from shiftbook.ledger.cli import main\n"
+        "try:\n"
+        f"    main({words!r})\n"
+        "finally:\n"
+        "    print(json.dumps([os.readlink(f'/proc/self/fd/{n}') for n in (0, 2)]))\n"
+    )
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    at = json.loads(done.stdout)
+    for number, redirection in ((0, "<&-"), (1, "2>&-")):
+        if redirection in closed.split():
+            assert at[number] == "/dev/null"
 
 
 def test_a_reader_that_goes_away_is_no_error(book: Path) -> None:

@@ -16,6 +16,7 @@ from shiftbook.ledger.cli_options import (
     format_option,
     working,
 )
+from shiftbook.ledger.cli_types import Finite, NamedPath, Whole
 
 RUN = frozenset({"schedule", "workers", "moves", "seed", "steps", "limit_s"})
 """What says how a job is run."""
@@ -52,11 +53,11 @@ MEANINGLESS: dict[str, tuple[str, frozenset[str]]] = {
 @click.option(
     "--moves", metavar="random:SEED", help="Inject moves that SEED draws; none by default."
 )
-@click.option("--seed", type=click.IntRange(min=0), help="Seed; the job's own by default.")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps; the job's own by default.")
+@click.option("--seed", type=Whole(min=0), help="Seed; the job's own by default.")
+@click.option("--steps", type=Whole(min=1), help="Steps; the job's own by default.")
 @click.option(
     "--golden",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=NamedPath(dir_okay=False, path_type=Path),
     help="Compare with this golden trace instead of with a run.",
 )
 @click.option("--update-golden", is_flag=True, help="Write the golden trace anew, for review.")
@@ -79,7 +80,7 @@ MEANINGLESS: dict[str, tuple[str, frozenset[str]]] = {
 @click.option(
     "--timeout",
     "limit_s",
-    type=click.FloatRange(min=1.0),
+    type=Finite(min=1.0),
     default=900.0,
     show_default=True,
     help="Seconds that one run may take.",
