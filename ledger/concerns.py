@@ -24,6 +24,11 @@ class Concerns:
     operations: frozenset[str]
     """Reallocations that change the component's devices."""
 
+    @property
+    def anything(self) -> bool:
+        """False for a component that no topology ever had."""
+        return bool(self.replicas or self.operations)
+
     @classmethod
     def of(cls, state: LedgerState, component: str, job: str | None = None) -> Concerns:
         """Collect the component's replicas over one job, or over all jobs of a ledger."""

@@ -144,12 +144,14 @@ def log(
     with open_book(ledger_url) as ledger:
         if job is not None:
             known_job(ledger, job)
-        _known_types(types)
+        _known_types(ledger, types)
         if job is None and operation is None:
             # Of a job or an operation there are few events; of a ledger, millions.
             after, last = ledger.span(after, since_ns, until_ns)
         else:
             last = None
+        if operation is not None:
+            _known_operation(ledger, operation)
         sifted = since_ns is not None or until_ns is not None or component is not None
         found: Iterator[StoredEvent] = ledger.read(
             after,
@@ -168,20 +170,35 @@ def log(
             from shiftbook.ledger.concerns import Concerns
 
             concerns = Concerns.of(ledger.state(), component, job)
+            if not concerns.anything:
+                raise InvalidInput(
+                    f"no component {component!r} in any topology of this ledger; `shiftbook state "
+                    "JOB` shows those of a job"
+                )
             found = (event for event in found if concerns.event(event))
         _print_events(islice(found, limit), format_)
 
 
-def _known_types(types: Iterable[str]) -> None:
-    """Refuse a type that this build does not know and that is nearly one that it does."""
+def _known_types(ledger: Ledger, types: Iterable[str]) -> None:
+    """Refuse a type that this build does not know, unless a newer one has written it."""
     from difflib import get_close_matches
 
     from shiftbook.ledger.events import REGISTRY
 
     for name in types:
-        near = get_close_matches(name, REGISTRY, n=1, cutoff=0.8)
-        if name not in REGISTRY and near:
-            raise InvalidInput(f"no event type {name!r}; did you mean {near[0]}?")
+        if name in REGISTRY or next(ledger.rows(types={name}, limit=1), None) is not None:
+            continue
+        near = get_close_matches(name, REGISTRY, n=1, cutoff=0.6)
+        hint = f"did you mean {near[0]}?" if near else "docs/sql.md lists them"
+        raise InvalidInput(f"no event type {name!r} in this build or this ledger; {hint}")
+
+
+def _known_operation(ledger: Ledger, operation: str) -> None:
+    if next(ledger.rows(operation=operation, limit=1), None) is None:
+        raise InvalidInput(
+            f"no event of an operation {operation!r} in this ledger; `shiftbook log --type "
+            "ReallocationProposed` and `--type WeightSyncStarted` list their names"
+        )
 
 
 def _print_events(events: Iterable[StoredEvent], format_: Format) -> None:
@@ -296,7 +313,7 @@ def follow(
     if format_ == "json":
         raise InvalidInput("a stream has no end, so it is no JSON array; use --format jsonl")
     with open_book(ledger_url) as ledger:
-        _known_types(types)
+        _known_types(ledger, types)
         start = ledger.head().size - 1 if after is None else after
         found = (
             event
