@@ -121,7 +121,8 @@ class HostPlace:
         """Equal for tensors that are the same elements in memory; None for empty ones."""
         if not self.count:
             return None
-        return (self.address, None if self.fits else self.units.strides, self.shape)
+        layout = (self.kind.itemsize,) if self.fits else self.units.strides
+        return (self.address, layout, self.shape)
 
     def copy(self) -> HostPlace:
         """The same content in memory of its own."""

@@ -182,3 +182,24 @@ def test_a_small_update_is_small() -> None:
     record = read_patch(data).header.tensors["weight"]
     assert (record.changed, record.encoding) == (int(where.sum()), "packed")
     assert bits(new["weight"]) != bits(base["weight"])
+
+
+def test_places_are_one_where_memory_layout_and_width_are_the_same() -> None:
+    """However a tensor came here (torch, numpy, a view), and with another width it is another."""
+    tensor = torch.zeros(6, 4, dtype=torch.bfloat16)
+    key = place_of(tensor).key()
+    for same in (
+        torch.nn.Parameter(tensor),
+        tensor[:],
+        tensor.view(torch.int16).numpy(),
+        tensor.view(torch.float16),
+    ):
+        assert place_of(same).key() == key
+    wider = torch.zeros(2 * tensor.nbytes, dtype=torch.uint8)
+    others = [wider[: 4 * n].view(t) for n, t in ((24, torch.float32), (12, torch.bfloat16))]
+    assert others[0].shape == others[1].shape
+    assert others[0].data_ptr() == others[1].data_ptr()
+    assert place_of(others[0]).key() != place_of(others[1]).key()
+    for other in (tensor.T, tensor[:, :3], tensor[1:], tensor.clone(), tensor.reshape(-1)):
+        assert place_of(other).key() != key
+    assert place_of(torch.zeros(0)).key() is None

@@ -11,7 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from shiftbook.ledger.cli import main
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.state import StateFirstUsed
 from shiftbook.ledger.events.sync import SyncLoss, WeightSyncDelivered, WeightSyncStarted
@@ -145,3 +147,15 @@ def test_a_plan_file_declares_it(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"int8-difference"', '"int4-difference"'))
     with pytest.raises(InvalidInput, match="syncs"):
         Plan.load(path)
+
+
+def test_the_story_of_a_sync_tells_its_loss(tmp_path: Path) -> None:
+    run, at = lossy_run(DECLARED)
+    url = run.write(tmp_path / "ledger.db")
+    shown = CliRunner().invoke(main, ["show", str(run.entries[at].operation), "--ledger", url])
+    assert "loss         int8-difference, errors up to 0.0004, bound 0.001" in shown.output
+    assert f"makes        {LOSSY_ROOT}" in shown.output
+    assert "as the lossy encoding makes it" in shown.output
+    assert "DIFFERS" not in shown.output
+    log = CliRunner().invoke(main, ["log", "--ledger", url, "--type", "WeightSyncStarted"])
+    assert log.output.count("with a loss") == 1
