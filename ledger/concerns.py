@@ -23,11 +23,8 @@ class Concerns:
     replicas: frozenset[str]
     operations: frozenset[str]
     """Reallocations that change the component's devices."""
-
-    @property
-    def anything(self) -> bool:
-        """False for a component that no topology ever had."""
-        return bool(self.replicas or self.operations)
+    known: bool
+    """False for a component that no topology ever named, with or without devices."""
 
     @classmethod
     def of(cls, state: LedgerState, component: str, job: str | None = None) -> Concerns:
@@ -35,12 +32,12 @@ class Concerns:
         names: set[str] = set()
         moves: set[str] = set()
         jobs = state.jobs.values() if job is None else [state.job(job)]
-        for job_state in jobs:
-            cls._collect(job_state, component, names, moves)
-        return cls(component, frozenset(names), frozenset(moves))
+        # All of them, whichever is the first to know it.
+        known = [cls._collect(job_state, component, names, moves) for job_state in jobs]
+        return cls(component, frozenset(names), frozenset(moves), any(known))
 
     @staticmethod
-    def _collect(job: JobState, component: str, names: set[str], moves: set[str]) -> None:
+    def _collect(job: JobState, component: str, names: set[str], moves: set[str]) -> bool:
         topologies = [job.topology]
         if job.opened is not None:
             topologies.append(job.opened.topology)
@@ -54,6 +51,7 @@ class Concerns:
         names.update(
             name for name, replica in job.replicas.items() if replica.component == component
         )
+        return bool(names) or any(component in topology.components for topology in topologies)
 
     def event(self, event: StoredEvent) -> bool:
         """Say whether an event names the component or a replica, or belongs to a move of it."""

@@ -28,6 +28,7 @@ from shiftbook.ledger.errors import InvalidInput, UnknownOperation
 
 if TYPE_CHECKING:
     from shiftbook.ledger.envelope import StoredEvent
+    from shiftbook.ledger.ledger import Ledger
 
 JOB_COLUMNS = (
     "job",
@@ -170,7 +171,7 @@ def log(
             from shiftbook.ledger.concerns import Concerns
 
             concerns = Concerns.of(ledger.state(), component, job)
-            if not concerns.anything:
+            if not concerns.known:
                 raise InvalidInput(
                     f"no component {component!r} in any topology of this ledger; `shiftbook state "
                     "JOB` shows those of a job"
