@@ -47,7 +47,7 @@ class HostPlace:
     ) -> None:
         self.dtype = dtype
         self.shape = shape
-        self.obstacle = obstacle
+        self.obstacle = obstacle or _overlap(units.shape, units.strides)
         self.count = int(units.size)
         self.address = int(units.__array_interface__["data"][0])
         self.fits = units.flags.c_contiguous and self.address % 4 == 0
@@ -60,10 +60,11 @@ class HostPlace:
         place = cls.__new__(cls)
         place.dtype = dtype
         place.shape = tuple(tensor.shape)
-        place.obstacle = None
+        contiguous = tensor.is_contiguous()
+        place.obstacle = None if contiguous else _overlap(place.shape, tensor.stride())
         place.count = tensor.numel()
         place.address = tensor.data_ptr()
-        place.fits = place.address % 4 == 0 and tensor.is_contiguous()
+        place.fits = place.address % 4 == 0 and contiguous
         place._units = None
         place._tensor = tensor
         return place
@@ -220,6 +221,23 @@ def _names_of_torch() -> dict[Any, str]:
     torch = sys.modules["torch"]
     kinds = {getattr(torch, name, None): name for name in ITEM_BYTES if "complex" not in name}
     return {kind: name for kind, name in kinds.items() if isinstance(kind, torch.dtype)}
+
+
+def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """Why what is written to one element may change another, as in an expanded tensor; or None.
+
+    Each step must lead past all that the smaller ones reach. That refuses a few layouts that
+    interleave without sharing anything, which no state has.
+    """
+    if 0 in shape:
+        return None
+    reach = 0
+    for step, count in sorted((abs(step), n) for n, step in zip(shape, strides, strict=True)):
+        if count > 1:
+            if step <= reach:
+                return "its elements share memory"
+            reach += step * (count - 1)
+    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -262,3 +262,26 @@ def _after_lossy() -> bytes:
     receiver = copied(LOSSY_BASE)
     apply_patch(LOSSY, receiver, version=1, accept_error=0.01)
     return encode_patch(receiver, LOSSY_NEW, base_version=2, version=3)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        torch.zeros(1, 8).expand(4, 8),
+        torch.zeros(4, 1).expand(4, 8),
+        torch.zeros(32).as_strided((4, 8), (2, 1)),
+        np.lib.stride_tricks.as_strided(np.zeros(32, "f4"), (4, 8), (0, 4), writeable=True),
+    ],
+    ids=["rows", "columns", "windows", "numpy"],
+)
+def test_a_tensor_whose_elements_share_memory_is_not_written(shared: Any) -> None:
+    """One write would change other elements, unseen by what the patch's fingerprints promise."""
+    base, new = torch.zeros(4, 8), torch.zeros(4, 8)
+    new[1, 2] = 1.0
+    patch = encode_patch({"w": base}, {"w": new}, base_version=0, version=1)
+    with pytest.raises(PatchRefused, match="its elements share memory"):
+        apply_patch(patch, {"w": shared}, version=0)
+    assert not np.asarray(shared).any()
+    transposed = torch.zeros(8, 4).t()
+    apply_patch(patch, {"w": transposed}, version=0)
+    assert torch.equal(transposed, new)
