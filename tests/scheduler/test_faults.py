@@ -381,6 +381,14 @@ def test_no_move_begins_while_the_writer_stands_still(
     finally:
         os.kill(pid, signal.SIGCONT)
     finish(on_ray, job, undisturbed)
+    outages = [
+        (stored.body["since_ns"], stored.body["since_ns"] + stored.body["outage_s"] * 1e9)
+        for stored in on_ray.ledger.read(job=job, types={"LedgerRestored"})
+    ]
+    quiesced = on_ray.ledger.read(job=job, types={"ReallocationQuiesced"})
+    begun_ns = [stored.occurred_ns for stored in quiesced]
+    assert outages
+    assert not [at for at in begun_ns if any(since <= at <= back for since, back in outages)]
 
 
 def test_everything_killed_at_once(undisturbed: dict[int, Any], tmp_path: Path) -> None:
