@@ -11,6 +11,9 @@ from typing import Any
 
 from shiftbook.jobs.config import JobConfig, base_policy, fleet_spec
 from shiftbook.jobs.errors import JobError
+from shiftbook.ledger.dialect import public_url
+from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.file_lock import FileLock
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.scheduler.cluster import (
     NAMESPACE,
@@ -18,6 +21,7 @@ from shiftbook.scheduler.cluster import (
     cluster_path,
     connect,
     import_ray,
+    left_behind,
     start_head,
     stop_head,
 )
@@ -27,6 +31,8 @@ from shiftbook.scheduler.fleet import Fleet, discover_devices
 POLL_S = 0.1
 LOOP_THREADS = 64
 CONTROLLER_LIMIT_S = 10.0
+CLAIM_LIMIT_S = 5.0
+"""How long a run waits for the end of one that is just stopping its cluster."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +64,44 @@ class Place:
 
 
 class Cluster:
-    """A Ray head of one's own with warm worker processes; stopped at the end of the block."""
+    """A Ray head of one's own with warm worker processes; stopped at the end of the block.
+
+    One run at a time has a ledger's cluster: raises ClusterError while another process does. What
+    a process left behind that could not stop its own (``kill -9``) is stopped first.
+    """
 
     def __init__(self, place: Place, slots: int) -> None:
         self._place = place
         self._slots = slots
+        self._lock: FileLock | None = None
         self.file: ClusterFile | None = None
 
     def __enter__(self) -> Cluster:
         Ledger.open(self._place.ledger_url).close()
-        self.file = start_head(self._slots)
-        self.file.save(cluster_path(self._place.ledger_url))
+        self._claim()
         try:
+            left = left_behind(self._place.ledger_url)
+            if left is not None:
+                stop_head(left)
+            self.file = start_head(self._slots)
+            self.file.save(cluster_path(self._place.ledger_url))
             connect(self.file)
             self.devices = discover_devices()
         except BaseException:
             self.close()
             raise
         return self
+
+    def _claim(self) -> None:
+        lock = FileLock(cluster_path(self._place.ledger_url).with_suffix(".lock"), CLAIM_LIMIT_S)
+        try:
+            lock.acquire()
+        except LedgerUnreachable as error:
+            lock.close()
+            raise ClusterError(
+                f"expected no other run on {public_url(self._place.ledger_url)}, found one: {error}"
+            ) from error
+        self._lock = lock
 
     def warm(self) -> None:
         """Start every worker process and wait until it answers."""
@@ -91,6 +117,9 @@ class Cluster:
             stop_head(self.file)
             cluster_path(self._place.ledger_url).unlink(missing_ok=True)
             self.file = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 class RunningJob:

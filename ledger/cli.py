@@ -1,7 +1,8 @@
 """The root of the command line: loads commands when they are called, turns errors into exit codes.
 
-Exit codes: 0 done and clean; 1 the thing asked about is bad; 2 it could not be done; 130 stopped
-by Ctrl-C. Data goes to stdout, everything else to stderr, an error as one line.
+Exit codes: 0 done and clean; 1 the thing asked about is bad; 2 it could not be done; 130, 143 and
+129 stopped by Ctrl-C, SIGTERM and SIGHUP. Data goes to stdout, everything else to stderr, an error
+as one line.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import click
 
 from shiftbook.ledger.errors import InvalidInput, MissingExtra, ShiftbookError
+from shiftbook.ledger.stop_signals import stop_on_signals
 
 COMMAND_GROUP = "shiftbook.commands"
 """Entry-point group under which every package registers its commands."""
@@ -120,7 +122,9 @@ class LazyCommands(click.Group):
         if not standalone_mode:
             return run()
         _hold_descriptors()
-        sys.exit(self._exit_code(run))
+        with stop_on_signals() as stopped:
+            code = self._exit_code(run)
+        sys.exit(stopped.exit_code if code == EXIT_INTERRUPTED else code)
 
     def _exit_code(self, run: Callable[[], Any]) -> int:
         try:

@@ -25,6 +25,7 @@ from typing import Any
 
 from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.errors import MissingExtra
+from shiftbook.ledger.stop_signals import handlers_kept
 from shiftbook.scheduler.errors import ClusterError
 
 NAMESPACE = "shiftbook"
@@ -32,6 +33,8 @@ SLOT_RESOURCE = "shiftbook_slot"
 CLUSTER_VARIABLE = "SHIFTBOOK_CLUSTER"
 """Environment variable by which the processes of a cluster are known."""
 NODE_PREFIX = "shiftbook_node_"
+FOLDERS, FOLDER_PREFIX = Path("/tmp"), "sb-"
+"""Where clusters have their folders: the paths of Ray's sockets must be short."""
 HEAD_NODE = "n0"
 """Name of the head's node in the names of its slots."""
 CONNECT_LIMIT_S = 20.0
@@ -74,6 +77,18 @@ class ClusterFile:
 def cluster_path(ledger_url: str) -> Path:
     """The file beside a ledger that says where its cluster is."""
     return side_path(ledger_url, ".cluster.json")
+
+
+def left_behind(ledger_url: str) -> ClusterFile | None:
+    """The cluster that a ledger's last run did not stop, as far as its processes are here."""
+    try:
+        found = ClusterFile.load(cluster_path(ledger_url))
+    except ClusterError:
+        return None
+    # What is stopped and removed by it must be what `start_head` makes, whoever wrote the file.
+    folder = Path(str(found.temp_dir))
+    ours = folder.parent == FOLDERS and folder.name.startswith(FOLDER_PREFIX)
+    return found if ours and any(True for _ in processes(found)) else None
 
 
 def import_ray() -> Any:
@@ -149,7 +164,7 @@ def start_head(slots: int) -> ClusterFile:
     Raises ClusterError with the end of Ray's own output when it does not come up.
     """
     import_ray()
-    temp_dir = Path(tempfile.mkdtemp(prefix="sb-", dir="/tmp"))
+    temp_dir = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=FOLDERS))
     token_path = token_file()
     port = _free_port()
     resources = {SLOT_RESOURCE: slots, f"{NODE_PREFIX}{HEAD_NODE}": 1}
@@ -180,8 +195,10 @@ def start_head(slots: int) -> ClusterFile:
             timeout=START_LIMIT_S,
             check=False,
         )
-    except subprocess.TimeoutExpired as error:
+    except BaseException as error:
         stop_head(cluster)  # what had come up by then would stay
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         raise ClusterError(
             f"expected a Ray node within {START_LIMIT_S:.0f} s, found none; "
             "free some memory, or stop other clusters with `ray stop`"
@@ -227,13 +244,15 @@ def connect(cluster: ClusterFile, *, limit_s: float = CONNECT_LIMIT_S) -> Any:
             # A head that is coming up refuses at once; this bounds the rate of asking.
             select_wait_s = 0.1
             time.sleep(select_wait_s)
-    ray.init(
-        address=cluster.address,
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=True,
-    )
+    # Ray ends its drivers on the spot at SIGTERM: what they have started would stay.
+    with handlers_kept():
+        ray.init(
+            address=cluster.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="ERROR",
+            configure_logging=True,
+        )
     _keep_off_stdout()
     return ray
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -21,25 +20,12 @@ from shiftbook.ledger.cli_options import (
     open_book,
     plain,
 )
+from shiftbook.ledger.stop_signals import signals_set
 
 
 def _line(record: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(plain(record), ensure_ascii=False) + "\n")
     sys.stdout.flush()
-
-
-@contextmanager
-def _interrupt_stops(stop: threading.Event) -> Any:
-    """Let Ctrl-C end a followed run with its verdict instead of without one."""
-
-    def handle(number: int, frame: object) -> None:
-        stop.set()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
@@ -114,7 +100,7 @@ def _progress() -> Any:
     "--follow",
     "follow_",
     is_flag=True,
-    help="Judge a live ledger until its jobs close, or until Ctrl-C.",
+    help="Judge a live ledger until its jobs close, or until Ctrl-C or SIGTERM.",
 )
 @click.option(
     "--freeze",
@@ -181,7 +167,7 @@ def verify(
                     on_problem=_tell_outage,
                 )
                 on_finding = guard.on_finding
-            with _interrupt_stops(stop):
+            with signals_set(stop):
                 verdict = verdicts.follow(
                     url,
                     job,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +19,7 @@ from shiftbook.ledger.cli_options import (
     working,
 )
 from shiftbook.ledger.cli_types import Finite, NamedPath, Whole
+from shiftbook.ledger.stop_signals import signals_set
 
 if TYPE_CHECKING:
     from shiftbook.ledger.head_signer import HeadSigner
@@ -77,21 +75,6 @@ def show(file: Path) -> int:
 
     click.echo(read_signer(file).verifier.text())
     return 0
-
-
-@contextmanager
-def _signals_stop(stop: threading.Event) -> Iterator[None]:
-    """Let Ctrl-C and SIGTERM end a following signer with its last head."""
-
-    def handle(number: int, frame: object) -> None:
-        stop.set()
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @click.command()
@@ -185,7 +168,7 @@ def _follow(heads: HeadSigner, every: int, each_s: float, format_: Format) -> No
         emit([_row(head, text)], HEAD_COLUMNS, format_)
         sys.stdout.flush()
 
-    with _signals_stop(stop):
+    with signals_set(stop):
         heads.run(
             every=every,
             each_s=each_s,

@@ -337,7 +337,10 @@ def test_follow_of_a_damaged_ledger_ends(run: Run, tmp_path: Path) -> None:
     assert verdict.findings[0].position == 20
 
 
-def test_ctrl_c_ends_following_with_a_verdict(run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_following_with_a_verdict(
+    run: Run, tmp_path: Path, sent: signal.Signals
+) -> None:
     path = tmp_path / "live.db"
     Run(run.entries[:32]).write(path)
     code = (
@@ -358,7 +361,7 @@ def test_ctrl_c_ends_following_with_a_verdict(run: Run, tmp_path: Path) -> None:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
             threading.Event().wait(0.02)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         out, err = process.communicate(timeout=DEADLINE_S)
     finally:
         if process.poll() is None:
