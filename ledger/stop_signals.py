@@ -82,5 +82,5 @@ def handlers_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if callable(handler) and handler is not signal.SIG_DFL:
+            if callable(handler):  # neither the default nor ignored
                 signal.signal(number, handler)
