@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shiftbook.checkpoint.errors import RecorderMisuse
+from shiftbook.checkpoint.recorder_gap import LogProbGap
 from shiftbook.checkpoint.recorder_state import State, roots, value_digest
 from shiftbook.ledger.events.training import (
     Controller,
@@ -71,6 +72,7 @@ class UpdateRecord:
         self._ranks: list[RankState] = []
         self._controllers: dict[str, Controller] = {}
         self._residuals: dict[str, Residual] = {}
+        self._gap = LogProbGap()
         self._fields: dict[str, Any] | None = None
         self.after: dict[str, str] = {}
 
@@ -135,6 +137,16 @@ class UpdateRecord:
     def controller(self, name: str, before: float, after: float, **inputs: float) -> None:
         """A value that a rule of the plan moved, with what the rule read."""
         self._controllers[name] = Controller(before=before, after=after, inputs=inputs)
+
+    def gap(self, trainer: Any, engine: Any, trained: Any) -> None:
+        """Log-probabilities of one micro batch: the trainer's and the engine's, in one shape.
+
+        The trainer's are those under the weights that sampled: of the loss itself where a batch is
+        consumed once and by the next update, else of the pass that is made before the first one.
+        ``trained`` is true where a token counts. The mean |trainer - engine| in nats over all calls
+        is recorded, which a shadow compares.
+        """
+        self._gap.add(trainer, engine, trained)
 
     def recomputed(self, what: str, largest: float, *, allowed: float, compared: int) -> None:
         """A computation of the job done again by other code: how far the two lie apart."""
@@ -220,6 +232,7 @@ class UpdateRecord:
             controllers=self._controllers or None,
             recomputed=self._residuals or None,
             loss_terms=terms,
+            logp_gap=self._gap.mean,
             virtual_ranks=tuple(
                 VirtualRank(virtual_rank=place, pid=pid, device=device, groups=len(groups))
                 for place, groups in sorted(self._places.items())

@@ -204,5 +204,8 @@ class UpdateApplied(Event):
     """Parameters with a gradient whose masters kept every bit; empty where all of them moved."""
     moved_frozen: tuple[str, ...] | None = None
     """Parameters without a gradient whose masters changed."""
+    logp_gap: float | None = None
+    """Mean |log-probability of the trainer - of the engine| over the trained tokens, in nats; the
+    trainer's under the weights that sampled them, in the numbers that the loss used."""
     segment: Segment | None = None
     """Lists in rows that have no room here, such as ``micro_batches`` (`ledger.long_fields`)."""
