@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder_gap import LogProbGap
+from shiftbook.checkpoint.recorder_groups import GroupRecords
 from shiftbook.checkpoint.recorder_state import State, roots, value_digest
 from shiftbook.ledger.events.training import (
     Controller,
@@ -73,6 +74,7 @@ class UpdateRecord:
         self._controllers: dict[str, Controller] = {}
         self._residuals: dict[str, Residual] = {}
         self._gap = LogProbGap()
+        self._groups = GroupRecords()
         self._fields: dict[str, Any] | None = None
         self.after: dict[str, str] = {}
 
@@ -133,6 +135,23 @@ class UpdateRecord:
                 scale=scale,
             )
         )
+
+    def member(
+        self,
+        group: str,
+        rank: int,
+        *,
+        copies: Mapping[str, Any] | None = None,
+        fed: Iterable[Any] | str | None = None,
+    ) -> None:
+        """One rank of a model-parallel group, such as ``tp/0``, after the step.
+
+        ``copies`` are the tensors that every rank of the group holds whole (norms, router weights,
+        tied embeddings, biases), as this rank holds them: tensors, or their fingerprints as
+        ``value_digest`` gives them on another process. ``fed`` are the rows of token ids that it
+        computed, or their ``fed_digest``. A rank may be in several groups.
+        """
+        self._groups.add(group, rank, copies, fed)
 
     def controller(self, name: str, before: float, after: float, **inputs: float) -> None:
         """A value that a rule of the plan moved, with what the rule read."""
@@ -229,6 +248,7 @@ class UpdateRecord:
             ema_after=self.after.get("ema"),
             micro_batches=tuple(self._micro) or None,
             ranks=tuple(self._ranks) or None,
+            model_parallel=self._groups.groups(),
             controllers=self._controllers or None,
             recomputed=self._residuals or None,
             loss_terms=terms,
