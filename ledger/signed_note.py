@@ -218,9 +218,9 @@ def holds_trace(data: bytes, names: Iterable[str] = ()) -> bool:
     That is a line that begins a signature, one that is a root, or a beginning with the name of one
     of the keys, or with a part of it where the bytes end there.
     """
+    begun = data.strip()
     for name in names:
-        encoded = name.encode()
-        if data and (data.startswith(encoded) or encoded.startswith(data.rstrip(b"\n"))):
+        if begun and (begun.startswith(name.encode()) or name.encode().startswith(begun)):
             return True
     return any(line.startswith(_TORN_MARK) or _is_root(line) for line in data.splitlines())
 
