@@ -80,7 +80,7 @@ class _Statements:
             .limit(HEADS_PER_READ)
         )
         self.head = make(select(h.size, h.note).where(h.size == bindparam("of")))
-        size = bindparam("of")
+        size: BindParameter[int] = bindparam("of")
         self.sizes_below = make(
             select(h.size).where(h.size < size).order_by(h.size.desc()).limit(SIZES_NEAR)
         )
