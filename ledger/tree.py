@@ -34,7 +34,7 @@ from shiftbook.ledger.merkle import (
     range_root,
     tree_root,
 )
-from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.signed_note import MAX_SIZE, SignedHead
 from shiftbook.ledger.tables import EVENTS, HEADS, NODES, Statement
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Tree:
         if not self.exists():
             return []
         below, above = (
-            self._store.ask(statement, of=size)
+            self._store.ask(statement, of=min(size, MAX_SIZE))  # a database has 64 bits for it
             for statement in (self._statements.sizes_below, self._statements.sizes_above)
         )
         return sorted(int(found) for (found,) in (*below, *above))

@@ -274,6 +274,10 @@ def test_key_sign_prove_and_check(
         refused = invoke(*missed)
         assert refused.exit_code == 2
         assert "found none of that size; the nearest are of 20, 40:" in refused.stderr
+    for missed in (("prove", "3", "--at", "9" * 18), ("prove", "--since", "9" * 30)):
+        refused = invoke(*missed)
+        assert refused.exit_code == 2
+        assert "the nearest are of 20, 40:" in refused.stderr
 
     alone = tmp_path / "elsewhere"
     alone.mkdir()
