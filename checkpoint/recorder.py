@@ -23,8 +23,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from shiftbook.checkpoint.recorder_data import DataRecords, data_digests, dataset_digest
 from shiftbook.checkpoint.recorder_durable import DurableRecords, rng_parts
 from shiftbook.checkpoint.recorder_engines import EngineRecords
+from shiftbook.checkpoint.recorder_groups import fed_digest
 from shiftbook.checkpoint.recorder_samples import Consumed, Generated, drawn_otherwise
-from shiftbook.checkpoint.recorder_state import Part, State, optimizer_part, part_root, uid
+from shiftbook.checkpoint.recorder_state import (
+    Part,
+    State,
+    optimizer_part,
+    part_root,
+    uid,
+    value_digest,
+)
 from shiftbook.checkpoint.recorder_update import LiveState, UpdateRecord
 from shiftbook.ledger.events.job import Edge, ExperimentForked, JobClosed, JobOpened
 from shiftbook.ledger.events.observation import IterationCompleted
@@ -46,9 +54,11 @@ __all__ = [
     "data_digests",
     "dataset_digest",
     "drawn_otherwise",
+    "fed_digest",
     "optimizer_part",
     "rng_parts",
     "uid",
+    "value_digest",
 ]
 
 

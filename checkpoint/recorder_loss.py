@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shiftbook.checkpoint.recorder_gap import float64_array
 from shiftbook.ledger.events.training import LossTerm, Residual
 
 TOLERANCE = 1e-5
@@ -63,16 +64,16 @@ class PolicyLoss:
         """
         with np.errstate(over="ignore", invalid="ignore"):
             policy, kl, gradients, room = self._terms(
-                _array(new),
-                _array(old),
-                _array(engine),
-                _array(reference),
-                _array(advantages)[:, None],
-                _array(trained),
+                float64_array(new),
+                float64_array(old),
+                float64_array(engine),
+                float64_array(reference),
+                float64_array(advantages)[:, None],
+                float64_array(trained),
                 divisor,
             )
         total = policy + self.kl_coefficient * kl
-        self._loss.append((float(_array(value)), total, float(room.sum())))
+        self._loss.append((float(float64_array(value)), total, float(room.sum())))
         self._values["policy"] += policy
         self._values["kl"] += kl
         for name, gradient in gradients.items():
@@ -83,7 +84,7 @@ class PolicyLoss:
             new.register_hook(lambda gradient: self._caught(number, gradient, scale))
 
     def _caught(self, number: int, gradient: Any, scale: float) -> None:
-        self._found[number] = self._found.get(number, 0.0) + _array(gradient) / scale
+        self._found[number] = self._found.get(number, 0.0) + float64_array(gradient) / scale
 
     def _terms(
         self,
@@ -151,10 +152,3 @@ class PolicyLoss:
         if compared:
             found["loss gradient"] = Residual(largest=gap, allowed=room, compared=compared)
         return found
-
-
-def _array(values: Any) -> NDArray[np.float64]:
-    detached = values.detach() if hasattr(values, "detach") else values
-    if hasattr(detached, "double"):
-        detached = detached.double().cpu().numpy()
-    return np.asarray(detached, dtype=np.float64)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shiftbook.checkpoint.errors import RecorderMisuse
+from shiftbook.checkpoint.recorder_gap import LogProbGap
+from shiftbook.checkpoint.recorder_groups import GroupRecords
 from shiftbook.checkpoint.recorder_state import State, roots, value_digest
 from shiftbook.ledger.events.training import (
     Controller,
@@ -71,6 +73,8 @@ class UpdateRecord:
         self._ranks: list[RankState] = []
         self._controllers: dict[str, Controller] = {}
         self._residuals: dict[str, Residual] = {}
+        self._gap = LogProbGap()
+        self._groups = GroupRecords()
         self._fields: dict[str, Any] | None = None
         self.after: dict[str, str] = {}
 
@@ -132,9 +136,36 @@ class UpdateRecord:
             )
         )
 
+    def member(
+        self,
+        group: str,
+        rank: int,
+        *,
+        copies: Mapping[str, Any] | None = None,
+        fed: Iterable[Any] | str | None = None,
+    ) -> None:
+        """One rank of a model-parallel group, such as ``tp/0``, after the step.
+
+        ``copies`` are the tensors that every rank of the group holds whole (norms, router weights,
+        tied embeddings, biases), as this rank holds them: tensors, or their fingerprints as
+        ``value_digest`` gives them on another process. ``fed`` are the rows of token ids that it
+        computed, or their ``fed_digest``. A rank may be in several groups.
+        """
+        self._groups.add(group, rank, copies, fed)
+
     def controller(self, name: str, before: float, after: float, **inputs: float) -> None:
         """A value that a rule of the plan moved, with what the rule read."""
         self._controllers[name] = Controller(before=before, after=after, inputs=inputs)
+
+    def gap(self, trainer: Any, engine: Any, trained: Any) -> None:
+        """Log-probabilities of one micro batch: the trainer's and the engine's, in one shape.
+
+        The trainer's are those under the weights that sampled: of the loss itself where a batch is
+        consumed once and by the next update, else of the pass that is made before the first one.
+        ``trained`` is true where a token counts. The mean |trainer - engine| in nats over all calls
+        is recorded, which a shadow compares.
+        """
+        self._gap.add(trainer, engine, trained)
 
     def recomputed(self, what: str, largest: float, *, allowed: float, compared: int) -> None:
         """A computation of the job done again by other code: how far the two lie apart."""
@@ -217,9 +248,11 @@ class UpdateRecord:
             ema_after=self.after.get("ema"),
             micro_batches=tuple(self._micro) or None,
             ranks=tuple(self._ranks) or None,
+            model_parallel=self._groups.groups(),
             controllers=self._controllers or None,
             recomputed=self._residuals or None,
             loss_terms=terms,
+            logp_gap=self._gap.mean,
             virtual_ranks=tuple(
                 VirtualRank(virtual_rank=place, pid=pid, device=device, groups=len(groups))
                 for place, groups in sorted(self._places.items())

@@ -144,9 +144,9 @@ class GrpoLoss:
         """Summed loss of one group over its sampled tokens.
 
         Per sampled token: -min(ρA, clip(ρ, 1±ε)A) + β·(e^d - d - 1) with ρ = π/behaviour and
-        d = log reference - log π. ``notes`` has the largest gap between the training pass's
-        log-probabilities and the engine's. Raises ``TrainingError`` when the batch has no
-        reference log-probabilities.
+        d = log reference - log π. ``logp_gap_sum`` of the statistics is the sum over sampled tokens
+        of |log π - log behaviour| in nats, ``logp_gap_max`` of the notes the largest of them.
+        Raises ``TrainingError`` when the batch has no reference log-probabilities.
         """
         batch, iteration = item
         loss = self.config
@@ -173,11 +173,12 @@ class GrpoLoss:
         kl = torch.exp(drift) - drift - 1.0
         total = torch.where(mask, loss.kl_coefficient * kl - gain, 0.0).sum()
         with torch.no_grad():
-            gap = torch.where(mask, (logps - behaviour).abs(), 0.0).max()
+            gaps = torch.where(mask, (logps - behaviour).abs(), 0.0)
             kl_sum = torch.where(mask, kl, 0.0).sum()
             clipped_tokens = (mask & (ratio != clipped)).sum()
         stats = {
             "kl_sum": kl_sum.item(),
+            "logp_gap_sum": gaps.double().sum().item(),
             "clipped_tokens": float(clipped_tokens.item()),
             "reward_sum": float(batch.rewards.sum()),
             "samples": float(len(batch.uids)),
@@ -194,7 +195,7 @@ class GrpoLoss:
             clip_epsilon=loss.clip_epsilon,
         )
         return GroupLoss(
-            total, batch.sampled_tokens, stats=stats, notes={"logp_gap_max": gap.item()}
+            total, batch.sampled_tokens, stats=stats, notes={"logp_gap_max": gaps.max().item()}
         )
 
 

@@ -163,11 +163,16 @@ class TrainingLoop:
         """What a replica of a component is restored from."""
         return self._standing.payload(component)
 
-    def begin_move(self, operation: str, components: list[str]) -> bool:
-        """A move is about to quiesce; False when the trainer is in the middle of an update, and
-        while records wait in the spool: of what they tell, the gate knows nothing yet."""
-        if self._phase != "training" or self._recording.spooling:
-            return False
+    def begin_move(self, operation: str, components: list[str]) -> str | None:
+        """A move is about to quiesce: None where it may, else what is in its way, in words.
+
+        Besides what `RightOfWay` says, records that wait in the spool are in its way: of what they
+        tell, the gate knows nothing yet.
+        """
+        if self._phase != "training":
+            return f"the job is {self._phase}, not training"
+        if self._recording.spooling:
+            return "records of the training wait for the ledger"
         return self._way.begin_move(operation, components)
 
     def end_move(

@@ -254,6 +254,7 @@ def updated(
         divisor=float(first["tokens"]),
         loss=first["loss"],
         kl=first["kl"],
+        logp_gap=first["logp_gap"],
         grad_norm=first["grad_norm"],
         clipped=first["clipped"],
         skipped=False,

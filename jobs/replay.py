@@ -280,6 +280,7 @@ class _Replay:
                 "learning_rate": self._rate,
                 "loss": total.stats["loss_sum"] / total.tokens,
                 "kl": total.stats["kl_sum"] / total.tokens,
+                "logp_gap": total.stats["logp_gap_sum"] / total.tokens,
                 "grad_norm": report.grad_norm,
                 "tokens": total.tokens,
             },

@@ -38,18 +38,30 @@ class RightOfWay:
         """True while the trainer belongs to the update."""
         return self._owner == UPDATE
 
-    def begin_move(self, operation: str, components: Collection[str]) -> bool:
-        """A move is about to quiesce; False when the trainer is in the middle of an update, while a
-        repair or a sync without the gate is under way, and once the job is about to end."""
+    def begin_move(self, operation: str, components: Collection[str]) -> str | None:
+        """A move is about to quiesce: None where it may, else what is in its way, in words.
+
+        That is an update or another move that has the trainer, a repair, a sync without the gate,
+        or the end of the job.
+        """
         with self._free:
-            if self._closed or self._repairing or self._syncing:
-                return False
-            if "trainer" in components:
-                if self._owner not in (None, operation):
-                    return False
-                self._owner = operation
-            self.moving = operation
-        return True
+            why = self._in_the_way(operation, components)
+            if why is None:
+                if "trainer" in components:
+                    self._owner = operation
+                self.moving = operation
+        return why
+
+    def _in_the_way(self, operation: str, components: Collection[str]) -> str | None:
+        if self._closed:
+            return "the job is about to end"
+        if self._repairing:
+            return "a repair is under way"
+        if self._syncing:
+            return "a weight sync is under way whose records wait for the ledger"
+        if "trainer" in components and self._owner not in (None, operation):
+            return "an update is under way" if self.updating else f"{self._owner} has the trainer"
+        return None
 
     def end_move(
         self, operation: str, topology: Topology, stalls: Mapping[str, float], committed: bool

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shiftbook.checkpoint.bundle import external_part, restore_bundle, save_bundle
-from shiftbook.checkpoint.elastic import Place, Reduction, VirtualRanks
+from shiftbook.checkpoint.elastic import Place, Reduction, UpdateReport, VirtualRanks
 from shiftbook.checkpoint.elastic_move import join_group
 from shiftbook.checkpoint.live import LiveSnapshot
 from shiftbook.checkpoint.manifest import load_manifest
@@ -268,6 +268,7 @@ class TrainerWorker:
             "tokens": report.weight,
             "loss": report.loss,
             "kl": report.stats["kl_sum"] / report.weight,
+            "logp_gap": self._gap(report),
             "grad_norm": report.grad_norm,
             "clipped": report.clipped,
             "learning_rate": learning_rate,
@@ -277,6 +278,16 @@ class TrainerWorker:
             "added": added,
             "first_use_after": after,
         }
+
+    def _gap(self, report: UpdateReport) -> float | None:
+        """Mean |log-probability here - of the engine| by sampled token, in nats.
+
+        The update's own pass is under the weights that sampled: each batch is consumed by the next
+        update, once. With dropout it is not of that policy, and there is no gap to tell.
+        """
+        if self._loss.config.dropout > 0.0:
+            return None
+        return report.stats["logp_gap_sum"] / report.weight
 
     def _save(self, root_dir: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Save a bundle of the present state; durable on return."""

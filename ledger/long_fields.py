@@ -25,7 +25,14 @@ COLUMNS: Mapping[str, type] = {"field": str, "value": str}
 LONG: Mapping[type[Event], tuple[str, ...]] = {
     CheckpointSaved: ("in_flight",),
     RandomStatesRecorded: ("states",),
-    UpdateApplied: ("micro_batches", "ranks", "moved_frozen", "unmoved", "virtual_ranks"),
+    UpdateApplied: (
+        "micro_batches",
+        "ranks",
+        "model_parallel",
+        "moved_frozen",
+        "unmoved",
+        "virtual_ranks",
+    ),
 }
 """Fields of each type that may stand in its segment; the first ones leave the event first."""
 

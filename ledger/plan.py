@@ -151,6 +151,11 @@ class UpdatePlan(_Part):
     recomputation: bool | None = Field(
         default=None, description="of activations in the backward pass; None where nothing is said"
     )
+    model_parallel: bool | None = Field(
+        default=None,
+        description="whether ranks share one model (tensor, sequence, expert or pipeline "
+        "parallel); False where each holds all of it, None where nothing is said",
+    )
     controllers: dict[str, dict[str, float | str]] = Field(
         default_factory=dict, description="by name: rule and its constants"
     )

@@ -146,11 +146,23 @@ def _head(ledger: Ledger, size: int | None) -> SignedHead:
     tree = ledger.tree()
     head = tree.last_head() if size is None else tree.head(size)
     if head is None:
-        wanted = "a signed head" if size is None else f"a signed head of {size} events"
-        raise NoSignedHead(
-            f"expected {wanted} in the ledger, found none; run `shiftbook sign` and try again"
-        )
+        near = () if size is None else tree.sizes_near(size)
+        if size is None or not near:
+            raise NoSignedHead(
+                "expected a signed head in the ledger, found none; run `shiftbook sign` and try "
+                "again"
+            )
+        raise no_head_of(size, near)
     return head
+
+
+def no_head_of(size: int, near: Sequence[int]) -> NoSignedHead:
+    """The error for a size at which no head was signed, with the sizes nearest to it."""
+    named = ", ".join(str(one) for one in near)
+    return NoSignedHead(
+        f"expected a signed head of {size} events, found none of that size; the nearest are of "
+        f"{named}: name one of them, or sign more often (`shiftbook sign --follow`)"
+    )
 
 
 def _does_not_fit(head: SignedHead, error: ProofInvalid) -> ProofInvalid:

@@ -210,3 +210,26 @@ def split_heads(data: bytes) -> Iterator[tuple[int, bytes]]:
         at += len(line)
     if start < at:
         yield start, data[start:at]
+
+
+def holds_trace(data: bytes, names: Iterable[str] = ()) -> bool:
+    """True where something in the bytes can only be left of a head: never of another text.
+
+    That is a line that begins a signature, one that is a root, or a beginning with the name of one
+    of the keys, or with a part of it where the bytes end there.
+    """
+    begun = data.strip()
+    for name in names:
+        if begun and (begun.startswith(name.encode()) or name.encode().startswith(begun)):
+            return True
+    return any(line.startswith(_TORN_MARK) or _is_root(line) for line in data.splitlines())
+
+
+_TORN_MARK = MARK.strip().encode()
+
+
+def _is_root(line: bytes) -> bool:
+    try:
+        return len(strict_base64(line.decode("ascii"))) == HASH_BYTES
+    except ValueError:
+        return False

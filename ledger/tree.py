@@ -34,7 +34,7 @@ from shiftbook.ledger.merkle import (
     range_root,
     tree_root,
 )
-from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.signed_note import MAX_SIZE, SignedHead
 from shiftbook.ledger.tables import EVENTS, HEADS, NODES, Statement
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from shiftbook.ledger.transaction import Transaction
 
 HEADS_PER_READ = 512
+SIZES_NEAR = 2
+"""Heads on either side that are named where there is none of a size."""
 
 Node = tuple[int, int, bytes]
 """Tile level from 1, number within it, hash."""
@@ -78,6 +80,13 @@ class _Statements:
             .limit(HEADS_PER_READ)
         )
         self.head = make(select(h.size, h.note).where(h.size == bindparam("of")))
+        size: BindParameter[int] = bindparam("of")
+        self.sizes_below = make(
+            select(h.size).where(h.size < size).order_by(h.size.desc()).limit(SIZES_NEAR)
+        )
+        self.sizes_above = make(
+            select(h.size).where(h.size > size).order_by(h.size).limit(SIZES_NEAR)
+        )
         self.add_head = make(insert(HEADS))
         self.add_node = make(insert(NODES))
         if dialect.schema is None:
@@ -121,6 +130,16 @@ class Tree:
         """The head of that size, None where none was signed."""
         found = self._store.ask(self._statements.head, of=size) if self.exists() else []
         return SignedHead.parse(bytes(found[0][1])) if found else None
+
+    def sizes_near(self, size: int) -> list[int]:
+        """Sizes at which heads were signed, the two next below and above; in order."""
+        if not self.exists():
+            return []
+        below, above = (
+            self._store.ask(statement, of=min(size, MAX_SIZE))  # a database has 64 bits for it
+            for statement in (self._statements.sizes_below, self._statements.sizes_above)
+        )
+        return sorted(int(found) for (found,) in (*below, *above))
 
     def heads(self, after: int = 0) -> Iterator[SignedHead]:
         """Heads of more than ``after`` events, smallest first."""

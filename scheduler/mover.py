@@ -45,9 +45,10 @@ class LoopClient:
         """What a replica of a component is restored from."""
         return dict(self.call("payload", component))
 
-    def begin_move(self, operation: str, components: list[str]) -> bool:
-        """Keep updates and repairs away while a move runs."""
-        return bool(self.call("begin_move", operation, components))
+    def begin_move(self, operation: str, components: list[str]) -> str | None:
+        """Keep updates and repairs away while a move runs; why that cannot be, or None."""
+        why = self.call("begin_move", operation, components)
+        return None if why is None else str(why)
 
     def end_move(
         self, operation: str, topology: Topology, stalls: Mapping[str, float], *, committed: bool

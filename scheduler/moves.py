@@ -136,11 +136,8 @@ class MoveRunner:
         """
         reboot = strategy == "reboot"
         touched = rebooted(before, after) if reboot else changes(before, after)
-        if not self._loop.begin_move(grant.operation, [c.component for c in touched]):
-            why = (
-                "an update or a repair is under way, records of the training wait for the ledger, "
-                "or the job is about to end"
-            )
+        why = self._loop.begin_move(grant.operation, [c.component for c in touched])
+        if why is not None:
             self._gate.abandon(grant.job, grant.operation, why)
             raise MoveFailed(f"{grant.operation}: abandoned, {why}")
         try:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.errors import InvalidNote, ProofInvalid
+from shiftbook.ledger.errors import InvalidNote, ProofInvalid, PublicationFailed
 from shiftbook.ledger.merkle import CompactRange
-from shiftbook.ledger.publication import named_size, read_published
-from shiftbook.ledger.signed_note import SignedHead
+from shiftbook.ledger.publication import named_size, read_published, shown_url
+from shiftbook.ledger.signed_note import SignedHead, holds_trace
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row
 from shiftbook.verify.findings import Finding
@@ -58,10 +58,23 @@ class Outside:
     def read(cls, places: Iterable[str], keys: Iterable[str]) -> Outside:
         """Read places and keys; raises InvalidKey, InvalidInput or PublicationFailed.
 
+        A place where nothing is left of any head is none, as one that is missing or empty: it is
+        refused. What is left of a head, torn or altered, is evidence, and a finding.
+
         Read this before the ledger: what is published while the ledger is read is no gap then.
         """
         verifiers = tuple(read_verifier(key) for key in keys)
-        return cls(tuple((place, tuple(read_published(place))) for place in places), verifiers)
+        read = tuple((place, tuple(read_published(place))) for place in places)
+        names = [verifier.name for verifier in verifiers]
+        for place, heads in read:
+            if not any(named_size(at) is not None or holds_trace(d, names) for at, d in heads):
+                shown = shown_url(place) if "://" in place else place
+                raise PublicationFailed(
+                    f"expected published heads in {shown}, found nothing that is, or is "
+                    "left of, a head; check the path. If heads were published there, somebody "
+                    "overwrote them: keep what is there and restore the place from a copy"
+                )
+        return cls(read, verifiers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from shiftbook.ledger.events.job import (
     PlanAmended,
 )
 from shiftbook.ledger.events.observation import IterationCompleted
-from shiftbook.ledger.events.probes import LogProbsReplayed
 from shiftbook.ledger.events.safety import ShadowCompared
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved
 from shiftbook.ledger.events.training import (
@@ -45,7 +44,6 @@ READ = frozenset(
         SamplesGenerated,
         SamplesRewarded,
         SamplesDropped,
-        LogProbsReplayed,
         UpdateApplied,
         IterationCompleted,
         ShadowCompared,
@@ -116,7 +114,6 @@ class LiveRecord:
         self._after = -1
         self._bundles: dict[int, list[tuple[int, CheckpointSaved]]] = {}
         self._compared: list[tuple[int, ShadowCompared]] = []
-        self._gaps: dict[int, list[float]] = {}
         self._disturbed = _Disturbances()
         self._told: set[int] = set()
         """Iterations of which nothing more will be recorded."""
@@ -169,9 +166,6 @@ class LiveRecord:
             self._bundles.setdefault(event.iteration, []).append((at, event))
         elif isinstance(event, SamplesDropped):
             self._disturbed.dropped[event.iteration] = event.reason
-        elif isinstance(event, LogProbsReplayed):
-            if event.what == "behaviour" and not event.calibrating:
-                self._gaps.setdefault(event.iteration, []).append(event.mean_gap)
         elif isinstance(event, UpdateApplied):
             self.completed = event.iteration + 1
         elif isinstance(event, IterationCompleted):
@@ -192,7 +186,6 @@ class LiveRecord:
         for number in [n for n in recorded.iterations if n >= iteration]:
             if recorded.iterations[number].updated is not None:
                 del recorded.iterations[number]
-                self._gaps.pop(number, None)
                 self._disturbed.dropped.pop(number, None)
         self._told -= {n for n in self._told if n >= iteration}
         self.completed = min(self.completed, iteration)
@@ -285,8 +278,3 @@ class LiveRecord:
                 if problem:
                     return f"{type_} at position {at}: {problem}"
         return ""
-
-    def gaps(self, window: range) -> list[float]:
-        """Mean log-probability gap of each iteration, as the job's probes attest it."""
-        known = [self._gaps.get(number, []) for number in window]
-        return [sum(values) / len(values) for values in known if values]

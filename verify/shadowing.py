@@ -39,7 +39,7 @@ BY = "shadow"
 POLL_S = 0.2
 MAX_TEXT = 200
 """Characters of a difference that are recorded; an event has a largest size."""
-REWARD, GAP = "reward", "logp_gap"
+REWARD = "reward"
 
 EXIT_AGREED, EXIT_DISAGREED, EXIT_COULD_NOT = 0, 1, 2
 
@@ -331,8 +331,7 @@ class Shadow:
     def _same_law(
         self, span: Span, live: tuple[Line, ...], shadow: tuple[Line, ...]
     ) -> dict[str, Any]:
-        gaps = self._record.gaps(span.window)
-        mine, other = _window(live, span.window, gaps), _window(shadow, span.window)
+        mine, other = _window(live, span.window), _window(shadow, span.window)
         alpha = 0.01 if self._plan.shadow is None else self._plan.shadow.alpha
         fields: dict[str, Any] = {"observations": len(live), "alpha": alpha}
         odd = sorted(mine.rewards.keys() ^ other.rewards.keys())
@@ -421,7 +420,7 @@ def _part(lines: tuple[Line, ...], target: str, conditions: Conditions) -> Trace
     return Trace(target, {}, "bits", conditions, "", lines, whole=False)
 
 
-def _window(lines: Sequence[Line], window: range, gaps: Sequence[float] = ()) -> Window:
+def _window(lines: Sequence[Line], window: range) -> Window:
     """The measures of one side, an entry for each iteration, and the first one's rewards."""
     iterations: dict[str, list[float]] = {name: [] for name in MEASURES}
     rewards: dict[int, dict[str, float]] = {number: {} for number in window}
@@ -434,7 +433,6 @@ def _window(lines: Sequence[Line], window: range, gaps: Sequence[float] = ()) ->
         iterations[REWARD] = [
             sum(of.values()) / len(of) for of in rewards.values() if len(of)
         ]  # fmt: skip
-    iterations[GAP] = iterations[GAP] or list(gaps)
     whole = {name: values for name, values in iterations.items() if len(values) == len(window)}
     return Window(whole, rewards[window[0]])
 

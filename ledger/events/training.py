@@ -134,6 +134,25 @@ class RankState(Part):
     """Loss scale."""
 
 
+class ModelParallelMember(Part):
+    """One rank of a model-parallel group after the update."""
+
+    rank: Count
+    copies: Hex128 | None = None
+    """Root of the tensors that every rank of the group holds whole, as this one holds them."""
+    differing: tuple[str, ...] = ()
+    """Names of the first of them that are not as the first rank of the group has them."""
+    fed: Hex128 | None = None
+    """Digest over the token ids that it computed in the update, row by row."""
+
+
+class ModelParallelGroup(Part):
+    """Ranks that share one model: some tensors are cut over them, each has a copy of the others."""
+
+    name: str
+    members: tuple[ModelParallelMember, ...]
+
+
 class LossTerm(Part):
     """One declared term of the loss: its coefficient, value and part of the gradient."""
 
@@ -197,6 +216,7 @@ class UpdateApplied(Event):
     """Updates that the learning-rate schedule has counted after this one."""
     micro_batches: tuple[MicroBatch, ...] | None = None
     ranks: tuple[RankState, ...] | None = None
+    model_parallel: tuple[ModelParallelGroup, ...] | None = None
     loss_terms: dict[str, LossTerm] | None = None
     controllers: dict[str, Controller] | None = None
     recomputed: dict[str, Residual] | None = None
@@ -204,5 +224,8 @@ class UpdateApplied(Event):
     """Parameters with a gradient whose masters kept every bit; empty where all of them moved."""
     moved_frozen: tuple[str, ...] | None = None
     """Parameters without a gradient whose masters changed."""
+    logp_gap: float | None = None
+    """Mean |log-probability of the trainer - of the engine| over the trained tokens, in nats; the
+    trainer's under the weights that sampled them, in the numbers that the loss used."""
     segment: Segment | None = None
     """Lists in rows that have no room here, such as ``micro_batches`` (`ledger.long_fields`)."""

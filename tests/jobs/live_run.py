@@ -50,7 +50,14 @@ Alter = Callable[[int, TrainerState], None]
 class LiveRun:
     """The run; ``train`` goes on by some iterations. Its ledger stands at ``url``."""
 
-    def __init__(self, folder: Path, *, alter: Alter | None = None, **values: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        alter: Alter | None = None,
+        engine: type[TorchEngine] = TorchEngine,
+        **values: Any,
+    ) -> None:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
         place = Place(folder)
@@ -65,7 +72,7 @@ class LiveRun:
         self._model = ModelConfig()
         self._reference = {n: t.float() for n, t in load_policy().items()}
         self._sampler = Sampler(DATASET_SIZE, self.config.seed, rule=HASH_SORT)
-        self._engine = TorchEngine(self._model, self.config.lanes)
+        self._engine = engine(self._model, self.config.lanes)
         self.ledger = Ledger.open(self.url)
         self.gate = Gate(self.ledger, by="training-loop")
         self._open()

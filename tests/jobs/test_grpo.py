@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -137,6 +137,28 @@ def test_training_pass_agrees_with_the_engine(
         assert gradient.loss.notes["logp_gap_max"] < 1e-3
         assert gradient.loss.stats["kl_sum"] < 1e-4
         assert gradient.loss.stats["clipped_tokens"] == 0
+
+
+def test_the_gap_is_the_mean_distance_to_the_engine(
+    policy: dict[str, torch.Tensor], batches: list[GroupBatch], gradients: list[Gradient]
+) -> None:
+    """By token, whichever way it lies; another value of one token moves it by that token's part."""
+    for batch, gradient in zip(batches, gradients, strict=True):
+        apart = np.abs(reference_logps(policy, batch) - batch.behaviour_logps)[batch.mask].mean()
+        gap = gradient.loss.stats["logp_gap_sum"] / batch.sampled_tokens
+        assert gap == pytest.approx(float(apart), abs=2e-7)
+        assert 0 < gap < 1e-5
+    batch = batches[0]
+    told = batch.behaviour_logps.copy()
+    row, place = np.argwhere(batch.mask)[3]
+    told[row, place] -= 0.5
+    other = group_gradient(policy, replace(batch, behaviour_logps=told))
+    more = other.loss.stats["logp_gap_sum"] - gradients[0].loss.stats["logp_gap_sum"]
+    assert more == pytest.approx(0.5, abs=1e-5)
+    # Outside the mask the engine says nothing, and nothing is compared.
+    told = np.where(batch.mask, batch.behaviour_logps, 9.0).astype(np.float32)
+    outside = group_gradient(policy, replace(batch, behaviour_logps=told))
+    assert outside.loss.stats["logp_gap_sum"] == gradients[0].loss.stats["logp_gap_sum"]
 
 
 def test_gradient_is_that_of_the_policy_gradient_loss(

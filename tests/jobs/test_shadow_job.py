@@ -15,11 +15,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from shiftbook.checkpoint.bundle import retain
+from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.trainer_state import TrainerState
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.shadowing import Shadow, exit_code
@@ -80,6 +83,50 @@ def test_a_changed_weight_is_found_with_its_iteration_and_the_job_is_frozen(
         outcomes = again.run()
     assert [one.before for one in outcomes] == [True, True]
     assert exit_code(outcomes) == 1
+
+
+class Cooler(TorchEngine):
+    """Draws as declared and reports the log-probabilities of another temperature."""
+
+    def _sample(self, logits: Any, sampling: Any) -> None:
+        super()._sample(logits, sampling)
+        for index, lane in sampling:
+            scaled = logits[index].astype(np.float64) / 0.8
+            lane.logps[-1] = float(scaled[lane.known[-1]] - np.logaddexp.reduce(scaled))
+
+
+@pytest.mark.slow
+def test_log_probabilities_of_another_temperature_show_in_the_gap(tmp_path: Path) -> None:
+    """Tokens, rewards and KL are the honest run's, bit for bit."""
+    runs = {}
+    for name, engine in (("honest", TorchEngine), ("cooler", Cooler)):
+        (tmp_path / name).mkdir()
+        run = LiveRun(tmp_path / name, engine=engine, **SHADOWS)  # type: ignore[arg-type]
+        run.train(1)
+        runs[name] = run
+    updates, rewards = {}, {}
+    for name, run in runs.items():
+        (updates[name],) = (e.body for e in run.ledger.read(types={"UpdateApplied"}))
+        (rewards[name],) = (e.body["digest"] for e in run.ledger.read(types={"SamplesRewarded"}))
+    assert rewards["honest"] == rewards["cooler"]
+    assert updates["honest"]["kl"] == updates["cooler"]["kl"]
+    gaps = {name: update["logp_gap"] for name, update in updates.items()}
+    print("gap in nats", gaps, "loss", {n: u["loss"] for n, u in updates.items()})
+    assert 0 < gaps["honest"] < 1e-5
+    assert gaps["cooler"] > 1000 * gaps["honest"]
+    with Shadow(runs["honest"].ledger, JOB) as shadow:
+        (agreed,) = shadow.run()
+    assert agreed.word == "agreed"
+    with Shadow(runs["cooler"].ledger, JOB) as shadow:
+        (found,) = shadow.run()
+        _, _, trace, _ = shadow._last  # type: ignore[misc]
+    assert found.word == "disagreed"
+    difference = found.compared.difference  # type: ignore[union-attr]
+    assert difference is not None
+    assert (difference.iteration, difference.kind, difference.what) == (0, "sample", "logps")
+    # The shadow's own engine is an honest one: it shows the honest gap, bit for bit.
+    (line,) = (line for line in trace.lines if line.name == "logp_gap")
+    assert float(line.fields["value"]) == gaps["honest"]
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_a_sync_whose_records_are_spooled_waits_for_the_move_all_the_same(tmp_pa
     standing = running(gate)
     move = advance(gate, gate.grant("j", gate.propose("j", proposal(WIDE))), "verified")
     right, asked = way(), threading.Event()
-    assert right.begin_move(move.operation, ["inference"])
+    assert right.begin_move(move.operation, ["inference"]) is None
 
     def now(drafts: list[Draft], key: str) -> None:
         gate.ledger.append("j", drafts, key=key)  # as the spool does when it is drained at once
@@ -121,7 +121,7 @@ def test_a_sync_whose_records_are_spooled_waits_for_the_move_all_the_same(tmp_pa
     def deliver() -> None:
         with syncer._begun(PUBLISHED, 0, targets) as begun_sync:
             begun.append(begun_sync)
-            assert not right.begin_move("move-2", ["inference"]), "before the sync's records stand"
+            assert right.begin_move("move-2", ["inference"]), "before the sync's records stand"
 
     waiting = threading.Thread(target=deliver)
     waiting.start()
@@ -132,5 +132,5 @@ def test_a_sync_whose_records_are_spooled_waits_for_the_move_all_the_same(tmp_pa
     assert [named for _, named in begun] == [ENGINES]
     order = ["ReallocationCommitted", "WeightSyncStarted"]
     assert [event.type for event in gate.ledger.read(types=set(order))] == order
-    assert right.begin_move("move-2", ["inference"])
+    assert right.begin_move("move-2", ["inference"]) is None
     gate.ledger.close()

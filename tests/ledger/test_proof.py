@@ -270,6 +270,14 @@ def test_key_sign_prove_and_check(
         assert invoke("prove", "--since", since, "-o", "since.json").exit_code == 0
     assert invoke("prove", "--since", "21").exit_code == 2
     assert invoke("prove", "39").stdout.startswith("{")
+    for missed in (("prove", "3", "--at", "30"), ("prove", "--since", "30")):
+        refused = invoke(*missed)
+        assert refused.exit_code == 2
+        assert "found none of that size; the nearest are of 20, 40:" in refused.stderr
+    for missed in (("prove", "3", "--at", "9" * 18), ("prove", "--since", "9" * 30)):
+        refused = invoke(*missed)
+        assert refused.exit_code == 2
+        assert "the nearest are of 20, 40:" in refused.stderr
 
     alone = tmp_path / "elsewhere"
     alone.mkdir()

@@ -670,6 +670,20 @@ class Maker:
                     )
                     for rank in range(2)
                 ),
+                model_parallel=tuple(
+                    training.ModelParallelGroup(
+                        name=f"tp/{group}",
+                        members=tuple(
+                            training.ModelParallelMember(
+                                rank=2 * group + member,
+                                copies=h128("copies", self.version),
+                                fed=h128("fed", group, self.version),
+                            )
+                            for member in range(2)
+                        ),
+                    )
+                    for group in range(2)
+                ),
                 loss_terms={
                     "policy": training.LossTerm(coefficient=1.0, value=0.1, gradient_norm=0.5),
                     "kl": training.LossTerm(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -40,6 +41,8 @@ JOB, SEED, SAMPLES = "small", 3, 64
 TARGET = "tests.verify.shadow_run:as_declared"
 BITS = {"equality": "bits", "law": 0.5}
 NOISE = {"equality": "tolerance", "law": 0.5}
+GAP = 1e-3
+"""Median log-probability gap in nats; it moves by a third from one iteration to the next."""
 
 
 def h128(*parts: object) -> str:
@@ -58,6 +61,7 @@ def shown(number: int, counter: int, law: float, draw: random.Random) -> dict[st
         "reward": rewards,
         "loss": 1.0 / (1 + counter) + 0.01 * draw.random(),
         "kl": 0.001 * draw.random(),
+        "logp_gap": GAP * math.exp(draw.gauss(0.0, 0.3)),
     }
 
 
@@ -85,7 +89,7 @@ def as_declared(config: Mapping[str, Any] | None = None) -> Job:
             draw = drawn_by(values["equality"], number, counter, "shadow")
             seen = shown(number, counter, float(values["law"]), draw)
             columns = zip(seen["uid"], seen["tokens"], seen["logps"], seen["reward"], strict=True)
-            numbers = {"loss": seen["loss"], "kl": seen["kl"]}
+            numbers = {name: seen[name] for name in ("loss", "kl", "logp_gap")}
             yield Step(
                 number,
                 [
@@ -105,7 +109,10 @@ def as_declared(config: Mapping[str, Any] | None = None) -> Job:
 
 
 class Live:
-    """Writes the record of a live run, an iteration after the other."""
+    """Writes the record of a live run, an iteration after the other.
+
+    ``gap_factor`` is what its log-probability gap is larger by; None where it records no gap.
+    """
 
     def __init__(
         self,
@@ -113,11 +120,12 @@ class Live:
         config: Mapping[str, Any],
         *,
         law: float = 0.5,
+        gap_factor: float | None = 1.0,
         shadow: ShadowPlan | None = ShadowPlan(every_iterations=2),
         iterations: int = 4,
         replay: str | None = TARGET,
     ) -> None:
-        self.folder, self.law = folder, law
+        self.folder, self.law, self.gap_factor = folder, law, gap_factor
         self.equality = str(config["equality"])
         self.counter = self.number = self.attempts = 0
         self.ledger = Ledger.open(f"sqlite:///{folder / 'live.db'}")
@@ -323,6 +331,7 @@ class Live:
             clipped=False,
             skipped=False,
             virtual_ranks=(),
+            logp_gap=None if self.gap_factor is None else self.gap_factor * seen["logp_gap"],
         )
 
     def close(self) -> None:

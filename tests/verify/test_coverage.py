@@ -136,6 +136,50 @@ def _gradients_of_ranks(run: Run) -> None:
             entry.change(ranks=tuple(ranks))
 
 
+def members(run: Run, count: int = 2, **fields: Any) -> None:
+    """Change what the last of the first ``count`` members of each group tells."""
+    for entry in run.entries:
+        if entry.name == "UpdateApplied":
+            entry.change(
+                model_parallel=tuple(
+                    group.model_copy(
+                        update={
+                            "members": (
+                                *group.members[: count - 1],
+                                group.members[count - 1].model_copy(update=fields),
+                            )
+                        }
+                    )
+                    for group in entry.event.model_parallel
+                )
+            )
+
+
+@without("I20.copies", "updates tell no model-parallel group")
+def _model_parallel_groups(run: Run) -> None:
+    each(run, "UpdateApplied", model_parallel=None)
+
+
+@without("I5.fed", "updates tell no model-parallel group")
+def _groups_of_one_update(run: Run) -> None:
+    run.get("UpdateApplied", 1).change(model_parallel=None)
+
+
+@without("I20.copies", "one rank alone reports of a model-parallel group")
+def _other_members(run: Run) -> None:
+    members(run, count=1)
+
+
+@without("I20.copies", "some ranks of a group tell no copies")
+def _copies_of_one_member(run: Run) -> None:
+    members(run, copies=None)
+
+
+@without("I5.fed", "some ranks of a group tell no tokens computed")
+def _what_one_member_was_fed(run: Run) -> None:
+    members(run, fed=None)
+
+
 @without("I20", "a rank that computed a micro batch reports no state")
 def _one_rank(run: Run) -> None:
     for entry in run.entries:
@@ -326,6 +370,32 @@ def test_a_schedule_that_moves_must_say_its_count(judge: Judge) -> None:
     verdict = judge(run)
     assert verdict.coverage.row("I18.counter").status == "not checked"
     assert verdict.coverage.row("I18").status == "checked"
+
+
+def test_ranks_that_hold_the_whole_model_have_no_group_when_declared(judge: Judge) -> None:
+    run = honest_run(updates(model_parallel=False))
+    each(run, "UpdateApplied", model_parallel=None)
+    verdict = judge(run)
+    assert verdict.exit_code == 0, (verdict.findings, verdict.could_not)
+    for name in ("I5.fed", "I20.copies"):
+        row = verdict.coverage.row(name)
+        assert row.status == "nothing to check"
+        assert row.reason == "the plan says that each rank holds the whole model"
+
+
+def test_groups_that_share_one_thing_alone_are_compared_by_it(judge: Judge) -> None:
+    """Tied embeddings of the first and the last stage: no two stages are fed alike."""
+    run = honest_run(updates(model_parallel=True))
+    for entry in run.entries:
+        if entry.name == "UpdateApplied":
+            tensor, other = entry.event.model_parallel
+            stages = tuple(m.model_copy(update={"fed": None}) for m in other.members)
+            tied = other.model_copy(update={"name": "embedding/0", "members": stages})
+            entry.change(model_parallel=(tensor, tied))
+    verdict = judge(run)
+    assert verdict.exit_code == 0, (verdict.findings, verdict.could_not)
+    assert verdict.coverage.row("I20.copies").status == "checked"
+    assert verdict.coverage.row("I5.fed").status == "checked"
 
 
 def test_dropout_without_recomputation_is_whole_when_declared(judge: Judge) -> None:

@@ -793,6 +793,29 @@ def _scales_differ(run: Run) -> int:
     return other_rank(run, scale=0.5)
 
 
+def other_member(run: Run, **fields: object) -> int:
+    first, second = run.get("UpdateApplied", 1).event.model_parallel
+    members = (second.members[0], second.members[1].model_copy(update=fields))
+    other = second.model_copy(update={"members": members})
+    return change(run, "UpdateApplied", 1, model_parallel=(first, other))
+
+
+@case("I20", "on all ranks of group tp/1", "on rank 3: norm.weight, router.weight")
+def _copies_of_a_group_drift(run: Run) -> int:
+    names = ("norm.weight", "router.weight")
+    return other_member(run, copies=h128("drifted"), differing=names)
+
+
+@case("I5", "on all ranks of group tp/1", "on rank 3")
+def _a_group_is_fed_apart(run: Run) -> int:
+    return other_member(run, fed=h128("of another data rank"))
+
+
+@case("I20", "each rank of group tp/1 once", "ranks 2, 2", "I5")
+def _a_member_reports_for_another(run: Run) -> int:
+    return other_member(run, rank=2)
+
+
 @case("I21", "like all of them", "by 9")
 def _mean_of_means(run: Run) -> int:
     first, *rest = run.get("UpdateApplied", 0).event.micro_batches

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -27,7 +28,13 @@ SYMMETRIC: dict[str, Law] = {
     "heavy": lambda r, n: r.gauss(0.0, 1.0) / max(abs(r.gauss(0.0, 1.0)), 1e-9),
     "growing": lambda r, n: r.gauss(0.0, 1.1**n),
     "rewards": lambda r, n: float(r.random() < 0.3) - float(r.random() < 0.3),
+    "gaps": lambda r, n: gap(r, 1.5) - gap(r, 1.5),
 }
+
+
+def gap(random_: random.Random, spread: float, factor: float = 1.0) -> float:
+    """Mean log-probability gap of a window in nats: never negative, with a tail to the right."""
+    return factor * 1e-3 * math.exp(random_.gauss(0.0, spread))
 
 
 def alarms(law: Law, runs: int = RUNS, length: int = LENGTH, alpha: float = ALPHA) -> list[int]:
@@ -61,6 +68,41 @@ def test_shifts_are_found_in_time(shift: float, power: float, within: int) -> No
     found = alarms(lambda r, n: r.gauss(shift, 1.0), runs=200)
     rate = sum(number <= within for number in found) / 200
     print(f"seed {SEED}: shift {shift} sd: {rate:.3f} within {within}, median "
+          f"{sorted(found)[len(found) // 2]}")  # fmt: skip
+    assert rate >= power
+
+
+def windows_until_gap_alarm(factor: float, runs: int, alpha: float = ALPHA) -> list[int]:
+    """Windows of 30 after which a job's test raised the alarm by the gap; the live side's is
+    larger by ``factor``, all else is of one law. Gaps of one side move by a third."""
+    random_ = random.Random(SEED)
+    found = []
+    for _ in range(runs):
+        test = ShadowTest(alpha)
+        for number in range(30):
+            live, shadow = (window(random_, 0.5, samples=16) for _ in range(2))
+            live = replace(live, iterations=with_gap(live, gap(random_, 0.3, factor)))
+            shadow = replace(shadow, iterations=with_gap(shadow, gap(random_, 0.3)))
+            if test.add(live, shadow):
+                if "logp_gap" in test.plain()["by"]:
+                    found.append(number + 1)
+                break
+    return found
+
+
+def with_gap(of: Window, mean: float) -> dict[str, list[float]]:
+    return {name: [mean] if name == "logp_gap" else list(v) for name, v in of.iterations.items()}
+
+
+@pytest.mark.parametrize(
+    ("factor", "power", "within"),
+    [(50.0, 0.99, 14), (2.0, 0.9, 20), pytest.param(1.5, 0.5, 30, marks=pytest.mark.slow)],
+)
+def test_a_wider_gap_is_found_in_time(factor: float, power: float, within: int) -> None:
+    """Alone, beside measures of one law: an engine that reports log-probabilities of others."""
+    found = windows_until_gap_alarm(factor, runs=100)
+    rate = sum(number <= within for number in found) / 100
+    print(f"seed {SEED}: gap x {factor}: {rate:.2f} within {within} windows, median "
           f"{sorted(found)[len(found) // 2]}")  # fmt: skip
     assert rate >= power
 

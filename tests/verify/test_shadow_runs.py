@@ -76,7 +76,7 @@ def test_an_honest_run_agrees_and_no_window_is_compared_twice(
     code, out, err = call(capsys, "--ledger", live.path, "--once")
     assert (code, err) == (0, "")
     assert "agreed: iteration 0 from bundle " in out
-    assert f"{64 + 2} observations" in out
+    assert f"{64 + 3} observations" in out
     assert out.endswith("small: 1 windows: 1 agreed\n")
     assert row(live).status == "partly"
     code, out, _ = call(capsys, JOB, "--ledger", live.path, "--format", "json")
@@ -316,7 +316,52 @@ def test_jobs_without_bits_agree_under_one_law(tmp_path: Path) -> None:
     live.close()
     assert words(compare(live)) == [(0, "agreed"), (1, "agreed"), (2, "agreed")]
     last = recorded(live)[-1]
-    assert set(last["measures"]) == {"loss", "reward", "kl"}
+    assert set(last["measures"]) == {"loss", "reward", "kl", "logp_gap"}
     assert last["alpha"] == 0.01
     assert verify(f"sqlite:///{live.path}").coverage.row("evidence").status == "checked"
     assert row(live).status == "checked"
+
+
+def test_the_gap_is_compared_where_the_live_run_records_it(tmp_path: Path) -> None:
+    live = Live(tmp_path, NOISE, gap_factor=None, shadow=ShadowPlan(every_iterations=1))
+    live.train(1)
+    assert words(compare(live)) == [(0, "agreed")]
+    assert set(recorded(live)[-1]["measures"]) == {"loss", "reward", "kl"}
+    # What the test began with it goes on with: a measure that comes later is not mixed in.
+    live.gap_factor = 50.0
+    live.train(1)
+    assert words(compare(live)) == [(0, "agreed"), (1, "agreed")]
+    assert set(recorded(live)[-1]["measures"]) == {"loss", "reward", "kl"}
+
+
+def test_bits_hold_the_gap_too(tmp_path: Path) -> None:
+    """Nothing but the gap is another number: samples, loss and KL are those of the shadow."""
+    live = Live(tmp_path, BITS)
+    live.train(2)
+    live.gap_factor = 50.0
+    live.train(1)
+    assert words(compare(live)) == [(0, "agreed"), (2, "disagreed")]
+    difference = recorded(live)[-1]["difference"]
+    assert (difference["iteration"], difference["name"]) == (2, "logp_gap")
+    assert (difference["component"], difference["kind"]) == ("trainer", "number")
+    assert float(difference["live"]) == pytest.approx(50.0 * float(difference["shadow"]))
+    at = recorded(live)[-1]["difference"]["position"]
+    assert next(e.type for e in live.ledger.read() if e.position == at) == "UpdateApplied"
+    assert live.ledger.state().job(JOB).safe_mode is not None
+
+
+@pytest.mark.slow
+def test_an_engine_that_reports_otherwise_is_found_by_the_gap_alone(tmp_path: Path) -> None:
+    """Rewards, losses and KL are of one law on both sides; each window has one gap to tell."""
+    live = Live(
+        tmp_path, NOISE, gap_factor=50.0, shadow=ShadowPlan(every_iterations=1), iterations=20
+    )
+    live.train(20)
+    outcomes = words(compare(live))
+    first = [word for _, word in outcomes].index("disagreed")
+    print("found in window", first + 1, [e["log_evidence"] for e in recorded(live)][first])
+    assert first < 16
+    difference = recorded(live)[first]["difference"]
+    assert (difference["name"], difference["kind"]) == ("logp_gap", "test")
+    assert difference["component"] == "trainer"
+    assert live.ledger.state().job(JOB).safe_mode is not None

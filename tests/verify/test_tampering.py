@@ -579,6 +579,46 @@ def test_a_file_outside_that_lost_its_end_protects_less_and_says_so(copy: Signed
         copy.verify()
 
 
+FOREIGN = {
+    "a text": b"# Notes of the team\n\nThe heads are in the other file.\n",
+    "a table": b"60 120 180\n",
+    "other bytes": bytes(range(256)) * 9,
+    "a hash of another length": b"q83vEjRWeJA=\n",
+    "a blank line": b" \n\n",
+}
+"""Files in which nothing can be left of a head: what came of a wrong path, or of a deletion."""
+
+REMAINS = {
+    "the name alone": lambda data: data[: data.index(b"\n") + 1],
+    "a part of the name": lambda data: data[:9],
+    "without signatures": lambda data: data[: data.index("—".encode())],
+    "the roots": lambda data: b"\n".join(line for line in data.splitlines() if len(line) == 44),
+    "a torn signature": lambda data: data[data.index("—".encode()) :][:5],
+    "a text before it": lambda data: b"# Notes\n" * 40 + data[-150:],
+    "the last line": lambda data: data.strip().splitlines()[-1],
+}
+"""What an attacker may leave of a file of heads."""
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_file_that_holds_nothing_of_a_head_is_no_place_of_heads(copy: Signed, name: str) -> None:
+    """As one that is missing or empty: exit code 2, and never a clean verdict."""
+    copy.heads.write_bytes(FOREIGN[name])
+    with pytest.raises(PublicationFailed, match=r"check the path|an empty file") as refused:
+        copy.verify()
+    assert refused.value.exit_code == 2
+    with pytest.raises(PublicationFailed):
+        copy.verify(key=False)
+
+
+@pytest.mark.parametrize("name", REMAINS)
+def test_what_is_left_of_heads_is_a_finding(copy: Signed, name: str) -> None:
+    copy.heads.write_bytes(REMAINS[name](copy.heads.read_bytes()))
+    verdict = copy.verify()
+    assert verdict.exit_code == 1
+    assert "outside" in {finding.invariant for finding in verdict.findings}
+
+
 def test_a_place_that_began_late_is_no_gap(copy: Signed) -> None:
     notes = [chunk for _, chunk in split_heads(copy.heads.read_bytes())]
     copy.heads.write_bytes(b"".join(notes[2:]))

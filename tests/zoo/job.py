@@ -112,6 +112,7 @@ def plan_of(shape: Shape) -> Plan:
             ema_decay=EMA_DECAY,
             dropout=DROPOUT,
             dealing="blocks",
+            model_parallel=False,
             controllers={
                 "kl_coefficient": {
                     "rule": "adaptive-kl",
@@ -143,7 +144,7 @@ REQUIRED = (
     "I12", "I12b", "I13", "I14", "I15", "I16", "I17", "I17b", "I18", "I19", "I20", "I21", "I22",
     "I23", "I24", "I25", "I26", "I27", "recomputed",
     "I11.masks", "I12.rescored", "I16.used", "I17.bundles", "I18.counter", "I19.parameters",
-    "I20.gradient", "I21.micro-batches", "I23.parameters",
+    "I5.fed", "I20.copies", "I20.gradient", "I21.micro-batches", "I23.parameters",
     "recomputed.loss", "recomputed.gradient", "recomputed.step", "recomputed.average",
     "recomputed.dropout",
 )  # fmt: skip

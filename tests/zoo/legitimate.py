@@ -15,6 +15,7 @@ from shiftbook.ledger.errors import LedgerUnreachable
 from shiftbook.ledger.ledger import Ledger
 from tests.zoo import job as job_module
 from tests.zoo import legitimate_batches as _batches  # noqa: F401 - it registers variants
+from tests.zoo import legitimate_groups as _groups  # noqa: F401 - it registers one
 from tests.zoo import storage
 from tests.zoo.engine import Engine
 from tests.zoo.job import Job

@@ -33,6 +33,8 @@ FAST = {
     "rewards_slip": "I12",
     "tool_trained": "I11",
     "kl_detached": "recomputed",
+    "copies_not_reduced": "I20",
+    "group_fed_apart": "I5",
 }
 """A fault of most kinds, and an invariant that must be among those that speak."""
 
@@ -111,6 +113,14 @@ def test_packed_rows_are_not_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0, (result.told, result.could_not, result.error)
     assert shared
     assert all(shared)
+
+
+def test_model_parallel_groups_are_not_flagged() -> None:
+    """Each member computes its half with its own copies; the halves' sums round otherwise."""
+    variant = VARIANTS["model_parallel"]
+    result = run(variant.shape(1), variant.put_in)
+    assert result.exit_code == 0, (result.told, result.could_not, result.error)
+    assert result.final is not None
 
 
 @pytest.mark.parametrize(

@@ -339,12 +339,7 @@ class Trainer:
         record.controller("kl_coefficient", coefficient, self.kl_coefficient, kl=kl)
         record.controller("rewards_seen", count, self.rewards_seen, added=rewards)
         for rank in self.ranks:
-            record.rank(
-                rank.number,
-                {**logical(rank.model), "step": rank.step},
-                gradient=rank.reduced,
-                scale=rank.scale,
-            )
+            self.tell(record, rank, rank.reduced)
         record.applied(
             version=self.version,
             optimizer_step=lead.step,
@@ -367,6 +362,15 @@ class Trainer:
             ),
         )
 
+    def tell(self, record: UpdateRecord, rank: Rank, gradient: Tensors | None = None) -> None:
+        """Hand a rank's state to the recorder."""
+        record.rank(
+            rank.number,
+            {**logical(rank.model), "step": rank.step},
+            gradient=gradient,
+            scale=rank.scale,
+        )
+
     def overflow(self, norm: float) -> bool:
         """True where the gradient is not finite and the step is to be skipped."""
         return not math.isfinite(norm)
@@ -375,7 +379,7 @@ class Trainer:
         """Count a version and change nothing."""
         self.version += 1
         for rank in self.ranks:
-            record.rank(rank.number, {**logical(rank.model), "step": rank.step}, scale=rank.scale)
+            self.tell(record, rank)
         record.controller("kl_coefficient", self.kl_coefficient, self.kl_coefficient)
         record.controller("rewards_seen", self.rewards_seen, self.rewards_seen)
         record.applied(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import ClassVar
 
 from shiftbook.ledger.events.training import BatchConsumed, UpdateApplied
-from shiftbook.verify.invariants.base import Invariant, Step, listed
+from shiftbook.verify.invariants import model_parallel
+from shiftbook.verify.invariants.base import End, Invariant, Step, listed
 
 
 class Partition(Invariant):
@@ -13,6 +15,7 @@ class Partition(Invariant):
 
     The update names where each virtual rank ran and how many groups it added; they are the groups
     of the consumed rows. Where it ran (pid, device) may change at any time: that is no finding.
+    ``fed``: the ranks of a model-parallel group computed the same tokens in the same order.
     """
 
     id = "I5"
@@ -23,11 +26,22 @@ class Partition(Invariant):
         UpdateApplied,
     )
 
+    aspects: ClassVar = {
+        "fed": (
+            "ranks of a model-parallel group are fed the same",
+            "what the members in UpdateApplied.model_parallel were fed",
+        )
+    }
+
     def feed(self, step: Step) -> None:
         if isinstance(step.event, BatchConsumed):
             self._consumed(step)
         elif isinstance(step.event, UpdateApplied):
+            model_parallel.compare(self, step, step.event, model_parallel.FED)
             self._updated(step, step.event)
+
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        return model_parallel.idle_because(end)
 
     def _consumed(self, step: Step) -> None:
         if step.rows is None or step.rows.problem:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 from shiftbook.ledger.events.training import RankState, UpdateApplied
-from shiftbook.verify.invariants.base import Invariant, Step, listed, short
+from shiftbook.verify.invariants import model_parallel
+from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
 
 
 class RanksEqual(Invariant):
     """I20: after an update each data-parallel rank has the same parameters and loss scale.
 
     Roots are of logical tensors, so ranks that hold shards report the whole that they belong to.
-    ``gradient``: each applied the same reduced gradient.
+    ``gradient``: each applied the same reduced gradient. ``copies``: what the ranks of a
+    model-parallel group each hold whole is the same on all of them, which the roots of logical
+    tensors, made of one rank's copy, cannot show.
     """
 
     id = "I20"
@@ -23,13 +26,18 @@ class RanksEqual(Invariant):
         "gradient": (
             "replicas applied the same gradient",
             "the reduced gradient in UpdateApplied.ranks",
-        )
+        ),
+        "copies": (
+            "ranks of a model-parallel group hold the same copies",
+            "copies of the members in UpdateApplied.model_parallel",
+        ),
     }
 
     def feed(self, step: Step) -> None:
         event = step.event
         if not isinstance(event, UpdateApplied):
             return
+        model_parallel.compare(self, step, event, model_parallel.COPIES)
         if not event.ranks:
             self.missing("updates carry no state by rank")
             return
@@ -70,6 +78,9 @@ class RanksEqual(Invariant):
             cause="a rank reported for another",
             action="Report by the rank's number in the data-parallel group.",
         )
+
+    def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        return model_parallel.idle_because(end) if aspect == "copies" else None
 
 
 class CastEqual(Invariant):

@@ -30,7 +30,8 @@ READ = frozenset(
     kind.type_()
     for kind in (JobOpened, SamplesGenerated, SamplesRewarded, UpdateApplied, CheckpointSaved)
 )
-NUMBERS = ("learning_rate", "loss", "kl", "grad_norm", "tokens")
+NUMBERS = ("learning_rate", "loss", "kl", "grad_norm", "tokens", "logp_gap")
+"""Fields of UpdateApplied that are shown; one that was not recorded is no line."""
 
 
 @dataclass
@@ -165,8 +166,10 @@ def recorded_lines(
         yield from _samples(number, one, rows)
         at, update = one.updated
         for name in NUMBERS:
-            value = {"value": repr(float(getattr(update, name)))}
-            yield Line(number, "trainer", "number", name, value, event=at)
+            recorded_value = getattr(update, name)
+            if recorded_value is not None:
+                value = {"value": repr(float(recorded_value))}
+                yield Line(number, "trainer", "number", name, value, event=at)
         yield from _tensors(number, one)
         for part, attribute in PARTS.items():
             root = {"root": str(getattr(update, attribute))}

@@ -1,0 +1,84 @@
+"""Goal: the log-probability gap that a loop records is the one of its tokens, whatever it hands in.
+
+Method: gaps of known size go through an update's record into a ledger and are read back, over
+several micro batches, kinds of arrays and values that are no numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shiftbook.checkpoint.errors import RecorderMisuse
+from shiftbook.checkpoint.recorder import Recorder
+from shiftbook.ledger.ledger import Ledger
+from shiftbook.verify.evidence import EvidenceFolder
+from shiftbook.verify.replay.recorded_trace import recorded_job, recorded_lines
+from tests.checkpoint.test_recorder import plan
+
+STATE = {"model": {"w": 1.0}, "masters": {"w": 1.0}, "optimizer": {"step": 0}}
+Batch = tuple[Any, Any, Any]
+"""Log-probabilities of the trainer and of the engine, and which tokens are trained."""
+
+
+def recorded(folder: Path, *batches: Batch) -> tuple[Any, list[str]]:
+    """The gap as it stands in the ledger, and the numbers that a shadow would compare."""
+    url = f"sqlite:///{folder}/l.db"
+    with Recorder.open(url, "job", plan(), policy="0" * 32) as record:
+        with record.update(0, STATE) as update:
+            for trainer, engine, trained in batches:
+                update.gap(trainer, engine, trained)
+            update.applied(
+                version=1,
+                optimizer_step=1,
+                learning_rate=1.0,
+                loss=0.0,
+                grad_norm=1.0,
+                tokens=1,
+                divisor=1.0,
+            )
+        record.flush()
+    with Ledger.open(url, read_only=True) as ledger:
+        job = recorded_job(ledger, "job")
+        lines = list(recorded_lines(job, EvidenceFolder(ledger)))
+        updated = job.iterations[0].updated
+        assert updated is not None
+        return updated[1].logp_gap, [line.name for line in lines if line.kind == "number"]
+
+
+def test_the_gap_is_the_mean_over_trained_tokens_of_all_micro_batches(tmp_path: Path) -> None:
+    first = (
+        torch.tensor([[-1.0, -2.0, -9.0]], requires_grad=True),
+        torch.tensor([[-1.5, -1.75, 0.0]]),
+        torch.tensor([[True, True, False]]),
+    )
+    second = ([[-1.0, 7.0]], np.array([[-4.0, 0.0]], np.float32), [[1, 0]])
+    gap, numbers = recorded(tmp_path, first, second)
+    assert gap == pytest.approx((0.5 + 0.25 + 3.0) / 3)  # not the mean of two means
+    assert "logp_gap" in numbers
+
+
+def test_a_loop_that_hands_in_nothing_has_no_gap(tmp_path: Path) -> None:
+    gap, numbers = recorded(tmp_path, ([-1.0], [-2.0], [False]))
+    assert gap is None
+    assert "logp_gap" not in numbers
+    assert "kl" in numbers
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_no_number_counts_where_a_token_is_trained(tmp_path: Path, value: float) -> None:
+    padded, _ = recorded(tmp_path, ([-1.0, value], [-2.0, value], [True, False]))
+    assert padded == pytest.approx(1.0)
+    (tmp_path / "trained").mkdir()
+    trained, _ = recorded(tmp_path / "trained", ([-1.0, value], [-2.0, value], [True, True]))
+    assert math.isnan(trained)
+
+
+def test_values_of_other_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecorderMisuse, match=r"found \(2,\), \(1,\) and \(2,\); cut all three"):
+        recorded(tmp_path, ([-1.0, -1.0], [-1.0], [True, True]))
