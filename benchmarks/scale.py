@@ -6,7 +6,7 @@ Beside what reads the whole ledger stands a bare ``sqlite3`` in the same process
 ``read`` fetches them, ``read + hash`` hashes them as well. Where we are slower than that, the line
 says what is done beside.
 
-Usage: python -m benchmarks.scale [--events N | --ledger FILE] [--only NAME]
+Usage: python -m benchmarks.scale [--events N | --ledger FILE] [--only NAME ...]
 
 ``--stores`` measures the memory of the same work on other stores instead: the ledger exported into
 an archive, and imported into PostgreSQL (benchmarks/scale_stores.py).
@@ -324,12 +324,12 @@ MEASURES: dict[str, tuple[Callable[[Path], Measured], list[Bound], str]] = {
 }
 
 
-def report(path: Path, only: str | None) -> int:
+def report(path: Path, only: Sequence[str]) -> int:
     """Print every figure; the number of bounds that were missed."""
     return sum(
         shown_bounds(measure(name, path), bounds, beside)
         for name, (_, bounds, beside) in MEASURES.items()
-        if only in (None, name)
+        if not only or name in only
     )
 
 
@@ -346,14 +346,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=MILLION)
     parser.add_argument("--ledger", type=Path)
-    parser.add_argument("--only", choices=[*MEASURES, *scale_stores.MEASURES])
+    every = [*MEASURES, *scale_stores.MEASURES]
+    parser.add_argument("--only", choices=every, nargs="+", default=(), metavar="NAME")
     parser.add_argument("--stores", action="store_true", help="archive and PostgreSQL instead")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
         print(json.dumps(MEASURES[given.measure][0](given.ledger)))
         return 0
-    stores = given.stores or given.only in scale_stores.MEASURES
+    stores = given.stores or not scale_stores.MEASURES.keys().isdisjoint(given.only)
     run = scale_stores.report if stores else report
     if given.ledger is not None:
         return 1 if run(given.ledger, given.only) else 0

@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -141,7 +141,7 @@ def _measure(name: str, target: str, folder: Path) -> Measured:
     return found
 
 
-def report(path: Path, only: str | None) -> int:
+def report(path: Path, only: Sequence[str]) -> int:
     """Print every figure; the number of bounds that were missed."""
     from shiftbook.ledger.archive import export_archive
     from shiftbook.ledger.ledger import Ledger
@@ -150,15 +150,14 @@ def report(path: Path, only: str | None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="shiftbook-stores-"))
     _Subjects.lie_in(folder)
     missed = 0
+    # What is asked of PostgreSQL needs the ledger there.
+    served = any(name.startswith("postgres") for name in only)
     try:
         with Ledger.open(f"sqlite:///{path}", read_only=True) as ledger:
             export_archive(ledger, _Subjects.archive)
         with running_server() as server:
             for name, (_, what) in MEASURES.items():
-                # The others on PostgreSQL need what it imports.
-                if only not in (None, name) and name != "postgres-import":
-                    continue
-                if only is not None and only.startswith("archive") and name != only:
+                if only and name not in only and (name != "postgres-import" or not served):
                     continue
                 url = server.url("book")
                 target = str(_Subjects.archive) if name.startswith("archive") else url
