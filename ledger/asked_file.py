@@ -1,4 +1,4 @@
-"""Writes a file that a person named: whole and synced, or not at all; over nothing of another kind."""
+"""Writes a file that a person named: whole and synced or not at all, over nothing else."""
 
 from __future__ import annotations
 
