@@ -6,148 +6,43 @@ Beside what reads the whole ledger stands a bare ``sqlite3`` in the same process
 ``read`` fetches them, ``read + hash`` hashes them as well. Where we are slower than that, the line
 says what is done beside.
 
-Usage: python benchmarks/scale.py [--events N | --ledger FILE] [--only NAME]
+Usage: python -m benchmarks.scale [--events N | --ledger FILE] [--only NAME ...]
+
+``--stores`` measures the memory of the same work on other stores instead: the ledger exported into
+an archive, and imported into PostgreSQL (benchmarks/scale_stores.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
-import os
-import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # tests/ledger/big_ledger.py
+from benchmarks import scale_stores
+from benchmarks.instruments import (
+    MILLION,
+    Bound,
+    Measured,
+    apart,
+    bare,
+    cpu_s,
+    peak_mb,
+    shown_bounds,
+    timed,
+    watched,
+)
 
-MILLION = 1_000_000
 ROUNDS = 5
-
-Measured = dict[str, float]
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A figure that is bounded: its name in the measurement, the bound, and which way."""
-
-    key: str
-    bound: float
-    at_least: bool
-    unit: str
-    what: str
-
-    def line(self, found: Measured) -> tuple[bool, str]:
-        """Whether it holds, and the line that says so."""
-        value = found[self.key]
-        met = value >= self.bound if self.at_least else value <= self.bound
-        sign = "≥" if self.at_least else "≤"
-        return met, (
-            f"{self.what:<44} {value:10.1f} {self.unit:<9} (bound {sign} {self.bound:g}) "
-            f"{'ok' if met else 'MISSED'}"
-        )
-
-
-@contextmanager
-def timed(found: Measured, key: str, scale: float = 1.0) -> Iterator[None]:
-    """Keep the seconds that a block takes, times ``scale``."""
-    start = time.perf_counter()
-    yield
-    found[key] = (time.perf_counter() - start) * scale
-
-
-@contextmanager
-def apart(module: Any, name: str) -> Iterator[list[float]]:
-    """Seconds of each call of one function of a module, meanwhile."""
-    took: list[float] = []
-    real = getattr(module, name)
-
-    def clocked(*given: Any) -> Any:
-        start = time.perf_counter()
-        result = real(*given)
-        took.append(time.perf_counter() - start)
-        return result
-
-    setattr(module, name, clocked)
-    try:
-        yield took
-    finally:
-        setattr(module, name, real)
-
-
-@contextmanager
-def watched(found: Measured) -> Iterator[None]:
-    """Keep, as ``peak_mb``, the most memory that this process and its children have at once, in MB.
-
-    Looked at four times a second. What they share, such as libraries, counts once (PSS).
-    """
-    done = threading.Event()
-    peak_kb = 0
-
-    def look() -> None:
-        nonlocal peak_kb
-        while not done.wait(0.25):
-            peak_kb = max(peak_kb, sum(map(_pss_kb, ["self", *_children()])))
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-    found["peak_mb"] = peak_kb / 1024
-
-
-def _children() -> list[str]:
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-
-
-def _pss_kb(pid: str) -> int:
-    try:
-        told = Path(f"/proc/{pid}/smaps_rollup").read_text()
-    except (OSError, ProcessLookupError):  # it has ended meanwhile
-        return 0
-    return next((int(line.split()[1]) for line in told.splitlines() if line.startswith("Pss:")), 0)
-
-
-def peak_mb() -> float:
-    """Most memory of this process, in MB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def bare(path: Path, found: Measured, *, hashed: bool) -> None:
-    """Seconds per million that sqlite3 alone takes for the bytes of the same rows."""
-    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
-        count = connection.execute("SELECT max(position) + 1 FROM events").fetchone()[0]
-        with timed(found, "bare_s", MILLION / count):
-            after, sha256 = -1, hashlib.sha256
-            while True:
-                page = connection.execute(
-                    "SELECT position, data FROM events WHERE position > ? ORDER BY position "
-                    "LIMIT 2048",
-                    (after,),
-                ).fetchall()
-                if not page:
-                    break
-                after = page[-1][0]
-                if hashed:
-                    for _, data in page:
-                        sha256(b"\x00" + data).digest()
-    found["events"] = count
-
 
 # -- questions -----------------------------------------------------------------------------
 
@@ -263,12 +158,6 @@ def integrity(path: Path) -> Measured:
     found["cpu_s"] = (cpu_s() - cpu) * MILLION / events
     found["ratio"] = found["bare_s"] / found["seconds"]
     return found
-
-
-def cpu_s() -> float:
-    """Seconds of CPU of this process and of its children that have ended."""
-    every = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(used.ru_utime + used.ru_stime for used in every)
 
 
 def judgement(path: Path) -> Measured:
@@ -435,31 +324,21 @@ MEASURES: dict[str, tuple[Callable[[Path], Measured], list[Bound], str]] = {
 }
 
 
+def report(path: Path, only: Sequence[str]) -> int:
+    """Print every figure; the number of bounds that were missed."""
+    return sum(
+        shown_bounds(measure(name, path), bounds, beside)
+        for name, (_, bounds, beside) in MEASURES.items()
+        if not only or name in only
+    )
+
+
 def measure(name: str, path: Path) -> Measured:
     """Run one measurement in a process of its own."""
-    done = subprocess.run(
-        [sys.executable, __file__, "--measure", name, "--ledger", str(path)],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    command = [sys.executable, "-m", __spec__.name, "--measure", name, "--ledger", str(path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     found: Measured = json.loads(done.stdout)
     return found
-
-
-def report(path: Path, only: str | None) -> int:
-    """Print every figure; the number of bounds that were missed."""
-    missed = 0
-    for name, (_, bounds, beside) in MEASURES.items():
-        if only not in (None, name):
-            continue
-        found = measure(name, path)
-        for bound in bounds:
-            met, line = bound.line(found)
-            missed += not met
-            print(line, flush=True)
-        print(f"    {beside.format(**found)}", flush=True)
-    return missed
 
 
 def main() -> int:
@@ -467,14 +346,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--events", type=int, default=MILLION)
     parser.add_argument("--ledger", type=Path)
-    parser.add_argument("--only", choices=MEASURES)
+    every = [*MEASURES, *scale_stores.MEASURES]
+    parser.add_argument("--only", choices=every, nargs="+", default=(), metavar="NAME")
+    parser.add_argument("--stores", action="store_true", help="archive and PostgreSQL instead")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
         print(json.dumps(MEASURES[given.measure][0](given.ledger)))
         return 0
+    stores = given.stores or not scale_stores.MEASURES.keys().isdisjoint(given.only)
+    run = scale_stores.report if stores else report
     if given.ledger is not None:
-        return 1 if report(given.ledger, given.only) else 0
+        return 1 if run(given.ledger, given.only) else 0
     from tests.ledger.big_ledger import write_big
 
     folder = Path(tempfile.mkdtemp(prefix="shiftbook-scale-"))
@@ -484,7 +367,7 @@ def main() -> int:
         write_big(path, given.events)
         rate = given.events / (time.perf_counter() - start)
         print(f"{given.events} events of 1,000 jobs written, {rate:.0f} a second", flush=True)
-        return 1 if report(path, given.only) else 0
+        return 1 if run(path, given.only) else 0
     finally:
         shutil.rmtree(folder)
 

@@ -20,6 +20,7 @@ from shiftbook.ledger.errors import (
     ArchiveError,
     ArchiveMismatch,
     EvidenceError,
+    EvidenceOutOfReach,
     InvalidEvent,
     InvalidInput,
     LedgerError,
@@ -112,7 +113,7 @@ def export_archive(
     The file appears under its name whole and synced, or not at all, and replaces nothing but an
     archive. ``sections`` are written after the events, as they are. The same range of the same
     ledger gives the same bytes. Raises UnknownPosition, NotALedger where the ledger is damaged,
-    ArchiveError where the file cannot be written.
+    EvidenceOutOfReach, ArchiveError where the file cannot be written.
     """
     size = ledger.head().size
     last = size - 1 if last is None else last
@@ -202,6 +203,8 @@ class _Shelf:
             self._place = self._place or segment_place(self._of)
             found = self._place.get(segment.sha256)
             where = self._place.where(segment.sha256)
+        except EvidenceOutOfReach:
+            raise  # of a place that does not answer nothing can be said, and nothing exported
         except EvidenceError as error:
             self._miss(str(error))
             return

@@ -1,11 +1,11 @@
-"""Writes a file that a person named: whole or not at all, and over nothing of another kind."""
+"""Writes a file that a person named: whole and synced or not at all, over nothing else."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
+from shiftbook.ledger.durable import replace_file, sync_path
 from shiftbook.ledger.errors import InvalidInput
 
 HEAD_BYTES = 1024
@@ -15,7 +15,8 @@ HEAD_BYTES = 1024
 def write_asked_file(
     path: Path, data: bytes, *, kind: str, is_kind: Callable[[bytes], bool]
 ) -> None:
-    """Write ``data`` to ``path``; what stands there is replaced only where it is of that kind.
+    """Write ``data`` to ``path``, durable on return; what stands there is replaced only where it
+    is of that kind.
 
     ``kind`` names it for people ("a report"); ``is_kind`` tells it by the first HEAD_BYTES. An
     empty file is replaced as well, and a pipe or a device is written to. A slip of the hand must
@@ -34,13 +35,8 @@ def write_asked_file(
                 f"expected a new file or {kind} at {path}, found something else, which is not "
                 "replaced; give another name"
             )
-        draft = path.with_name(f"{path.name}.new-{os.getpid()}")
-        try:
-            draft.write_bytes(data)
-            draft.replace(path)
-        except OSError:
-            draft.unlink(missing_ok=True)
-            raise
+        replace_file(path, data, alone=False)
+        sync_path(path.parent)
     except OSError as error:
         raise InvalidInput(
             f"expected to write {path}, found: {error.strerror}; "

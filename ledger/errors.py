@@ -12,6 +12,7 @@ ShiftbookError                      base; the CLI prints its one line and exits 
 │   ├── InvalidEvent                an event that cannot be written as it is
 │   ├── UnknownJob / UnknownPosition / UnknownOperation
 │   ├── EvidenceError               a segment is missing, torn or altered
+│   │   └── EvidenceOutOfReach      where segments lie cannot be asked; it may come back
 │   ├── InvalidKey                  text or file that is no key for signing or verifying
 │   ├── InvalidNote                 bytes that are no signed note, or no signed head
 │   ├── ProofInvalid                a proof or signature that does not hold
@@ -145,6 +146,10 @@ class UnknownOperation(LedgerError):
 
 class EvidenceError(LedgerError):
     """An evidence segment is missing, torn or altered."""
+
+
+class EvidenceOutOfReach(EvidenceError):
+    """The place of the evidence does not answer or refuses us: nothing is known of a segment."""
 
 
 class InvalidKey(LedgerError):

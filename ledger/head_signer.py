@@ -8,7 +8,6 @@ so that one key never signs two histories.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.durable import sync_path
+from shiftbook.ledger.durable import replace_file, sync_path
 from shiftbook.ledger.errors import (
     AppendInDoubt,
     InvalidNote,
@@ -87,13 +86,8 @@ class SignerMemory:
 
     def keep(self, origin: str, size: int, root: bytes) -> None:
         """Replace the content, durable on return; raises SigningFailed."""
-        draft = self.path.with_name(self.path.name + ".new")
         try:
-            with draft.open("wb") as file:
-                file.write(head_text(origin, size, root).encode())
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self.path)
+            replace_file(self.path, head_text(origin, size, root).encode())
             sync_path(self.path.parent)
         except OSError as error:
             raise SigningFailed(

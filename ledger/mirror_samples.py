@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import duckdb
 import pyarrow as pa
 
-from shiftbook.ledger.errors import EvidenceError
+from shiftbook.ledger.errors import EvidenceError, EvidenceOutOfReach
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.evidence import read_segment
 
@@ -139,6 +139,8 @@ def _segment_rows(
     """The columns of a segment that the copy keeps, or why there are none."""
     try:
         table = _read_segment(ledger, sha256, rows, list(columns), size)
+    except EvidenceOutOfReach:
+        raise  # it is no property of the segment, and each of them would wait as long
     except EvidenceError as error:
         return str(error)
     return table.select([name for name in _SAMPLE_COLUMNS if name in table.column_names])

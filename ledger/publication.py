@@ -16,11 +16,10 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
 
 from shiftbook.ledger.durable import replace_file, sync_path
 from shiftbook.ledger.errors import InvalidInput, InvalidNote, PublicationFailed
+from shiftbook.ledger.object_folder import Objects, open_objects, shown_url, told
 from shiftbook.ledger.signed_note import SignedHead, split_heads
 
 COMMAND_PREFIX = "exec:"
@@ -161,35 +160,34 @@ class FileOutlet(Outlet):
 
 
 class UrlOutlet(Outlet):
-    """A folder at an fsspec URL, with an object for each head, named by its size."""
+    """A folder at a URL, with an object for each head, named by its size.
+
+    No head is ever added to an object or put in the place of one, so no earlier one can be lost by
+    a write that failed, nor by a second writer.
+    """
 
     def __init__(self, url: str) -> None:
-        self.name = shown_url(url)
-        self._fs, self._root = _filesystem(url, self.name)
+        self._url, self.name = url, shown_url(url)
+        self._objects = _open(url)
 
     def last(self) -> SignedHead | None:
         """The head with the largest size."""
         try:
-            names = _names(self._fs, self._root)
-            return SignedHead.parse(self._fs.cat_file(names[-1])) if names else None
+            names = _head_names(self._objects)
+            (data,) = self._objects.read_many(names[-1:]) if names else (None,)
+        except Exception as error:  # each file system raises errors of its own
+            raise self._failed(told(error, self._url), _MEND) from error
+        try:
+            return None if data is None else SignedHead.parse(data)
         except InvalidNote as error:
             raise self._failed(f"its last head is damaged ({error})", _RESTORE) from error
-        except Exception as error:  # each file system raises errors of its own
-            raise self._failed(f"{type(error).__name__}: {error}", _MEND) from error
 
     def publish(self, head: SignedHead) -> None:
-        """Write the object; one that is there with other content is never overwritten."""
-        path = f"{self._root}/{head.size:0{NAME_DIGITS}d}"
+        """Make the object; one that is there with other content is never overwritten."""
         try:
-            self._fs.invalidate_cache()
-            if self._fs.exists(path):
-                there = self._fs.cat_file(path)
-            else:
-                self._fs.makedirs(self._root, exist_ok=True)
-                self._fs.pipe_file(path, head.data())
-                there = self._fs.cat_file(path)
+            there = self._objects.create(_head_name(head.size), head.data())
         except Exception as error:  # each file system raises errors of its own
-            raise self._failed(f"{type(error).__name__}: {error}", _MEND) from error
+            raise self._failed(told(error, self._url), _MEND) from error
         if there != head.data():
             raise self._failed(
                 f"another head of size {head.size}",
@@ -284,37 +282,23 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def shown_url(url: str) -> str:
-    """A URL without user, password and query."""
-    parts = urlsplit(url)
-    host = parts.hostname or ""
-    return f"{parts.scheme}://{host}{f':{parts.port}' if parts.port else ''}{parts.path}"
-
-
-def _filesystem(url: str, shown: str) -> tuple[Any, str]:
-    import fsspec  # only where a URL is used
-
+def _open(url: str) -> Objects:
     try:
-        fs, root = fsspec.core.url_to_fs(url)
+        return open_objects(url)
     except (ImportError, ValueError) as error:
         raise InvalidInput(
-            f"expected a URL that fsspec can open, found {shown} ({error}); "
+            f"expected a URL that fsspec can open, found {shown_url(url)} ({told(error, url)}); "
             "install what it names, or check the scheme"
         ) from error
-    return fs, str(root).rstrip("/")
 
 
-def _names(fs: Any, root: str) -> list[str]:
-    """Objects of a folder that are heads by their name, in the order of their sizes."""
-    fs.invalidate_cache()
-    if not fs.exists(root):
-        return []
-    found = (str(entry) for entry in fs.ls(root, detail=False))
-    return sorted(
-        name
-        for name in found
-        if len(last := name.rsplit("/", 1)[-1]) == NAME_DIGITS and last.isdecimal()
-    )
+def _head_name(size: int) -> str:
+    return f"{size:0{NAME_DIGITS}d}"
+
+
+def _head_names(objects: Objects) -> list[str]:
+    """Objects that are heads by their name, in the order of their sizes."""
+    return [name for name in objects.names() if named_size(name) is not None]
 
 
 def open_outlet(target: str, *, key_file: Path | None = None) -> Outlet:
@@ -359,23 +343,24 @@ def read_published(target: str) -> Iterator[tuple[str, bytes]]:
         yield from _numbered(target, data)
         return
     shown = shown_url(target)
-    fs, root = _filesystem(target, shown)
+    objects = _open(target)
     try:
-        if fs.isfile(root):
-            yield from _numbered(shown, fs.cat_file(root))
+        whole = objects.whole()
+        if whole is not None:
+            yield from _numbered(shown, whole)
             return
-        names = _names(fs, root)
+        names = _head_names(objects)
         if not names:
             raise PublicationFailed(
                 f"expected published heads at {shown}, found none; check the URL"
             )
-        for name in names:
-            yield f"{shown}/{name.rsplit('/', 1)[-1]}", fs.cat_file(name)
+        for name, data in zip(names, objects.read_many(names), strict=True):
+            yield f"{shown}/{name}", data
     except PublicationFailed:
         raise
     except Exception as error:  # each file system raises errors of its own
         raise PublicationFailed(
-            f"expected published heads at {shown}, found {type(error).__name__}: {error}; "
+            f"expected published heads at {shown}, found {told(error, target)}; "
             "check the URL and its credentials"
         ) from error
 

@@ -14,7 +14,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 from urllib.parse import unquote, urlsplit
 
 from shiftbook.ledger.durable import sync_path
-from shiftbook.ledger.errors import EvidenceError
+from shiftbook.ledger.errors import EvidenceError, EvidenceOutOfReach
+from shiftbook.ledger.object_folder import LOCAL_SCHEMES, RemoteObjects, shown_url, told
 
 DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
 """Name of a segment that is being written; nothing refers to it."""
@@ -167,37 +168,26 @@ class RemoteFolder:
     """
 
     def __init__(self, url: str) -> None:
-        self.url = url
-        parts = urlsplit(url)
-        host = parts.netloc.rpartition("@")[2]
-        self.shown = f"{parts.scheme}://{host}{parts.path}".rstrip("/")
-        self._fs, self._root = self._reach(lambda: _file_system(url), "use")
+        self._url = url
+        self.shown = shown_url(url).rstrip("/")
+        self._objects = self._reach(lambda: RemoteObjects(url), "use")
 
     def where(self, sha256: str) -> str:
         """URL of a segment's file, without credentials."""
         return f"{self.shown}/{segment_name(sha256)}"
 
     def get(self, sha256: str) -> bytes | None:
-        """Bytes of a segment's file, None where there is none; raise EvidenceError."""
-
-        def read() -> bytes | None:
-            try:
-                return bytes(self._fs.cat_file(self._path(sha256)))
-            except FileNotFoundError:
-                return None
-
-        return self._reach(read, "read evidence at")
+        """Bytes of a segment's file, None where there is none; raise EvidenceOutOfReach."""
+        return self._reach(
+            lambda: self._objects.read(segment_name(sha256)), "read", segment_name(sha256)
+        )
 
     def put(self, sha256: str, data: bytes) -> None:
         """Write a file and read it back; what stands there with these bytes stays."""
+        name = segment_name(sha256)
         if self.get(sha256) == data:
             return
-
-        def write() -> None:
-            self._fs.makedirs(self._root, exist_ok=True)
-            self._fs.pipe_file(self._path(sha256), data)
-
-        self._reach(write, "write evidence to")
+        self._reach(lambda: self._objects.write(name, data), "write", name)
         if self.get(sha256) != data:
             raise EvidenceError(
                 f"expected the bytes that were written at {self.where(sha256)}, found others; "
@@ -207,36 +197,27 @@ class RemoteFolder:
     def settle(self) -> None:
         """Nothing is left to do: an object is durable when its store has answered."""
 
-    def _path(self, sha256: str) -> str:
-        return f"{self._root.rstrip('/')}/{segment_name(sha256)}"
-
-    def _reach(self, act: Callable[[], T], what: str) -> T:
+    def _reach(self, act: Callable[[], T], what: str, name: str = "") -> T:
         try:
             return act()
         except Exception as error:
             # Every store behind fsspec has errors of its own.
-            said = " ".join(str(error).replace(self.url, self.shown).split())[:200]
-            raise EvidenceError(
-                f"expected to {what} {self.shown}, found: {type(error).__name__} {said}; see that "
+            raise EvidenceOutOfReach(
+                f"expected to {what} evidence at {self.shown}{name and '/'}{name}, found "
+                f"{told(error, self._url)}; see that "
                 "fsspec reaches it from here, its package and credentials included"
             ) from error
 
 
-def _file_system(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
-    fs, root = url_to_fs(url)
-    return fs, str(root)
-
-
 def open_place(place: Path | str) -> LocalFolder | RemoteFolder:
-    """The folder at a path or URL; raise EvidenceError where fsspec does not know the URL."""
+    """The folder at a path or URL; raise EvidenceOutOfReach where fsspec does not know
+    the URL."""
     if isinstance(place, Path):
         return LocalFolder(place)
     parts = urlsplit(place)
     if "://" not in place:
         return LocalFolder(Path(place))
-    if parts.scheme in ("file", "local"):
+    if parts.scheme in LOCAL_SCHEMES:
         # Not through fsspec, which neither syncs nor renames into place.
         return LocalFolder(Path(unquote(parts.path)))
     return RemoteFolder(place)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from shiftbook.ledger import long_fields
-from shiftbook.ledger.errors import EvidenceError
+from shiftbook.ledger.errors import EvidenceError, EvidenceOutOfReach
 from shiftbook.ledger.events.base import Segment
 from shiftbook.ledger.segment_place import LocalFolder, Place, segment_place
 
@@ -135,7 +135,10 @@ class EvidenceFolder:
         self._last: tuple[str, Segment, Rows] | None = None
 
     def __call__(self, type_: str, segment: Segment) -> Rows:
-        """Read a segment; a missing, altered or malformed one gives Rows with a problem."""
+        """Read a segment; a missing, altered or malformed one gives Rows with a problem.
+
+        Raises EvidenceOutOfReach where the place of the segments does not answer.
+        """
         # Integrity and judgement ask for the same segment one after the other.
         if self._last is None or self._last[:2] != (type_, segment):
             self._last = (type_, segment, self._read(type_, segment))
@@ -177,6 +180,8 @@ class EvidenceFolder:
             if not self._opened:
                 self._place, self._opened = segment_place(self._place), True
             table = read_segment(self._place, segment)
+        except EvidenceOutOfReach:
+            raise  # not held against the ledger: nothing is known of the segment
         except EvidenceError as error:
             return Rows({}, str(error))
         columns = zip(table.column_names, table.columns, strict=True)

@@ -171,7 +171,7 @@ class _Grouped:
         self, raw: EventSource, jobs: frozenset[str], last: int, share: float
     ) -> Generator[Page]:
         """The events of some jobs, read ahead by others where they can open the file too."""
-        if isinstance(raw, RawEvents):
+        if isinstance(raw, RawEvents) and raw.keyed:
             yield from read_ahead(raw.path, jobs, last, self._integrity.folder, share=share)
             return
         page = Page()

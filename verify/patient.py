@@ -6,7 +6,10 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from shiftbook.ledger.errors import EvidenceOutOfReach
+from shiftbook.ledger.events.base import Segment
 from shiftbook.verify.errors import OutOfReach
+from shiftbook.verify.evidence import Rows, RowSource
 from shiftbook.verify.sources import EventSource, open_events
 from shiftbook.verify.stored import RawRow
 
@@ -43,6 +46,20 @@ def outlive(
             if stop.wait(pause_s):
                 raise
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def patient_rows(
+    rows: RowSource, stop: threading.Event, on_problem: OnProblem | None = None
+) -> RowSource:
+    """The same rows of evidence, asked for until their place answers.
+
+    Raises EvidenceOutOfReach where ``stop`` is set during an outage.
+    """
+
+    def read(type_: str, segment: Segment) -> Rows:
+        return outlive(lambda: rows(type_, segment), EvidenceOutOfReach, stop, on_problem)
+
+    return read
 
 
 class PatientEvents:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +45,14 @@ READ_LIMIT_S = 600.0
 """Longest wait for one answer: finding keys that are split looks at every keyed event."""
 
 
+_KEYED = (
+    "SELECT 1 FROM pg_index JOIN pg_attribute ON attrelid = indrelid AND attnum = indkey[0] "
+    "WHERE indrelid = to_regclass('events') AND attname = 'position' AND indisvalid "
+    "AND indpred IS NULL"
+)
+"""Whether rows can be found by their position."""
+
+
 def open_raw(url: str) -> RawEvents | ServedEvents:
     """Open the table of events of a ledger; raise UnreadableStore where there is none."""
     return ServedEvents(url) if url.startswith(SERVED) else RawEvents(url)
@@ -68,12 +77,14 @@ class ServedEvents:
             raise _unreadable(error) from error
         try:
             self._refuse_others()
+            self._keyed = bool(self._connection.execute(_KEYED, ()).fetchall())
         except self._dialect.errors as error:
             self._connection.close()
             raise _unreadable(self._dialect.explain(error)) from error
         except BaseException:
             self._connection.close()
             raise
+        self._cursors = 0
         events = EVENTS.c
         columns = [events[name] for name in (*COLUMNS, "data", "leaf")]
         self._page = Statement(
@@ -141,11 +152,32 @@ class ServedEvents:
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
         limit = LARGEST_POSITION if until is None else min(until, LARGEST_POSITION)
+        if not self._keyed:
+            yield from self._sorted(after, limit)
+            return
         while page := self._ask(self._page, after=after, until=limit, count=READ_ROWS):
             yield page
             if len(page) < READ_ROWS or type(page[-1][0]) is not int:
                 return
             after = page[-1][0]
+
+    def _sorted(self, after: int, limit: int) -> Iterator[Page]:
+        """All pages of a table without its key, each of which would be a search of all rows, from
+        one sort, which the server holds; raises DamagedPages."""
+        self._cursors += 1
+        name = f"sorted_{self._cursors}"
+        listed = ", ".join(f'"{column}"' for column in (*COLUMNS, "data", "leaf"))
+        self._told(
+            f"DECLARE {name} NO SCROLL CURSOR WITH HOLD FOR SELECT {listed} FROM events "
+            f"WHERE position > {after:d} AND position <= {limit:d} ORDER BY position",
+            after,
+        )
+        try:
+            while page := self._told(f"FETCH {READ_ROWS} FROM {name}", after).fetchall():
+                yield page
+        finally:
+            with suppress(DamagedPages, OutOfReach):
+                self._told(f"CLOSE {name}", after)
 
     def count(self, until: int | None = None) -> int:
         """Number of events up to a position, by the largest one; 0 where that cannot be told."""
@@ -160,6 +192,11 @@ class ServedEvents:
     def some(self, jobs: Collection[str], last: int) -> Iterator[tuple[bytes, bytes]]:
         """(bytes, leaf) of the events of some jobs up to a position, and of all jobs those that
         change what jobs share; raises DamagedPages."""
+        if not self._keyed:
+            for row in self.rows(until=last):
+                if row.columns["job"] in jobs or row.columns["type"] in SHARED_TYPES:
+                    yield row.data, row.leaf
+            return
         events = EVENTS.c
         wanted = or_(
             *(events.job == job for job in sorted(jobs)),
@@ -242,14 +279,18 @@ class ServedEvents:
         yield from self._ask(self._split)
 
     def _ask(self, statement: Statement, **values: Any) -> list[Any]:
+        after = values.get("after", -1)
+        return list(self._told(statement.text, after, statement.bind(**values)).fetchall())
+
+    def _told(self, text: str, after: int, parameters: tuple[Any, ...] = ()) -> Any:
+        """What the server answers; raises OutOfReach, or DamagedPages after a position."""
         try:
-            found = self._connection.execute(statement.text, statement.bind(**values))
-            return list(found.fetchall())
+            return self._connection.execute(text, parameters)
         except self._dialect.errors as error:
             explained = self._dialect.explain(error)
             if isinstance(explained, LedgerUnreachable):
                 raise OutOfReach(one_line(explained)) from error
-            raise DamagedPages(values.get("after", -1), one_line(error)) from error
+            raise DamagedPages(after, one_line(error)) from error
 
 
 def _unreadable(error: LedgerError) -> UnreadableStore:

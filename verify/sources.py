@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from shiftbook.ledger.archive_format import is_archive
 from shiftbook.ledger.dialect import public_url
+from shiftbook.ledger.segment_place import open_place
 from shiftbook.ledger.tiles import is_tiles
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.scan_block import Block, Page
@@ -128,6 +129,10 @@ def first_position(source: EventSource) -> int:
 
 
 def evidence_of(source: EventSource, evidence: str | None) -> EvidenceFolder:
-    """Where the rows of a source lie: inside an archive, else where ``evidence`` says or beside."""
+    """Where the rows of a source lie: inside an archive, else where ``evidence`` says or beside.
+
+    Raises EvidenceOutOfReach where ``evidence`` is a URL that fsspec does not know.
+    """
     within = getattr(source, "archive", None)
-    return EvidenceFolder(within or evidence or source)
+    # Opened now: a URL that fsspec does not know is said before anything is read.
+    return EvidenceFolder(within or (open_place(evidence) if evidence else source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sqlite3
 from collections.abc import Collection, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -67,6 +68,10 @@ class RawEvents:
     the table shows as rows that do not fit, or as DamagedPages.
     """
 
+    keyed: bool
+    """Whether positions are the key of the table: else it was made anew, and each page of it would
+    be a search of all rows. It is then sorted once instead, in one long read."""
+
     def __init__(self, url: str) -> None:
         try:
             dialect = open_dialect(url, lock_timeout_s=5.0)
@@ -82,10 +87,9 @@ class RawEvents:
             self._connection: sqlite3.Connection = dialect.reader()
             self._connection.text_factory = _text
             marked = dialect.is_ledger(self._connection)
-            names = {
-                _plain(row[1])
-                for row in self._connection.execute("PRAGMA table_info(events)").fetchall()
-            }
+            table = self._connection.execute("PRAGMA table_info(events)").fetchall()
+            names = {_plain(row[1]) for row in table}
+            self.keyed = any(_plain(row[1]) == "position" and row[5] == 1 for row in table)
         except (LedgerUnreachable, *_DAMAGE) as error:
             raise UnreadableStore(
                 f"expected a ledger at {self.path}, found a file that cannot be read as one "
@@ -168,16 +172,30 @@ class RawEvents:
         named: bool = True,
     ) -> Generator[Block]:
         """Sound blocks from 0 on, checked by all cores, as ``scan.sound_blocks`` gives them."""
+        if not self.keyed:
+            return
         yield from sound_blocks(self.path, self.count(until), sizes, evidence, named=named)
 
     def pages(self, after: int = -1, until: int | None = None) -> Iterator[Page]:
         """The same rows as ``rows`` gives, as they stand, some at a time; raises DamagedPages."""
         limit = LARGEST_POSITION if until is None else min(until, LARGEST_POSITION)
+        if not self.keyed:
+            yield from self._sorted(after, limit)
+            return
         while page := self._page(after, limit):
             yield page
             if len(page) < READ_ROWS or type(page[-1][0]) is not int:
                 return
             after = page[-1][0]
+
+    def _sorted(self, after: int, limit: int) -> Iterator[Page]:
+        """All pages of a table without its key, from one sort; SQLite keeps it on disk."""
+        try:
+            with closing(self._connection.execute(SELECT, (after, limit, -1))) as cursor:
+                while page := cursor.fetchmany(READ_ROWS):
+                    yield page
+        except _DAMAGE as error:
+            raise DamagedPages(after, one_line(error)) from error
 
     def _page(self, after: int, limit: int) -> Page:
         try:
@@ -187,15 +205,11 @@ class RawEvents:
 
     def rows(self, after: int = -1, until: int | None = None) -> Iterator[RawRow]:
         """Rows with ``after < position <= until`` in order; raises DamagedPages."""
-        limit = LARGEST_POSITION if until is None else min(until, LARGEST_POSITION)
-        while True:
-            page = self._page(after, limit)
+        for page in self.pages(after, until):
             for values in page:
                 row = in_order(raw_row(values), after)
                 after = row.position
                 yield row
-            if len(page) < READ_ROWS:
-                return
 
     def hidden(self, last: int, seen: int) -> tuple[int, Any] | None:
         """(count, a position) of rows that ``rows`` up to ``last`` passed over, None for none.

@@ -18,7 +18,7 @@ from shiftbook.verify.heads import HeadCheck, HeadReport, Outside, protection_no
 from shiftbook.verify.integrity import Integrity, IntegrityReport, check_stored, check_whole
 from shiftbook.verify.invariants.base import listed
 from shiftbook.verify.judge import Judge, JudgedJob, Judgement
-from shiftbook.verify.patient import PatientEvents
+from shiftbook.verify.patient import PatientEvents, patient_rows
 from shiftbook.verify.sources import evidence_of, exported_path, first_position, open_events, shown
 from shiftbook.verify.stored import DamagedPages
 
@@ -120,7 +120,8 @@ def verify(
     0 allows no other question, and no head. ``evidence`` is the folder of the segments or its URL
     (default: beside the ledger, or inside the archive). ``on_finding`` is called with each finding
     of the judgement as it is made, ``on_event`` with positions as they are reached. Raises
-    UnreadableStore, NothingToJudge, UnknownJob or UnknownPosition.
+    UnreadableStore, NothingToJudge, UnknownJob, UnknownPosition, or EvidenceOutOfReach where the
+    place of the evidence does not answer.
     """
     if until is not None and until < 0:
         raise InvalidInput(f"expected a position of at least 0 to verify until, found {until}")
@@ -177,16 +178,17 @@ def follow(
 
     A job is settled when it is closed, or cannot be judged any further. The same events give the
     same verdict as ``verify``. ``outside`` is called at the end, when the last head is published.
-    A server that goes away is waited for, and judged on from where it was; ``on_problem`` is told
-    the first error of each outage. Raises as ``verify`` does, OutOfReach only where the ledger is
-    away at the beginning, or when ``stop`` is set.
+    A server that goes away is waited for, and so is the place of the evidence; it is judged on from
+    where it was, and ``on_problem`` is told the first error of each outage. Raises as ``verify``
+    does, OutOfReach only where the ledger is away at the beginning, or when ``stop`` is set, then
+    EvidenceOutOfReach likewise.
     """
     if exported_path(ledger_url) is not None:
         raise InvalidInput(
             "expected a ledger to follow, found an export of one, which does not grow"
         )
     with PatientEvents(ledger_url, stop, on_problem) as raw:
-        rows = evidence_of(raw.source, evidence)
+        rows = patient_rows(evidence_of(raw.source, evidence), stop, on_problem)
         integrity = Integrity(rows)
         judge = Judge(rows, jobs=None if job is None else (job,), on_finding=on_finding)
         after, sound = -1, True

@@ -7,6 +7,7 @@ byte for byte; then at what the command itself wrote, at an empty file and at a 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -123,3 +124,49 @@ def test_a_pipe_is_written_to_and_stays_one(option: str, book: Path, tmp_path: P
     finally:
         os.close(reader)
     assert stat.S_ISFIFO(path.stat().st_mode)
+
+
+@pytest.mark.parametrize("option", REPLACES)
+def test_what_is_written_is_synced_before_it_has_its_name_and_its_folder_after(
+    option: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rename may reach the disk before the content does: a power cut left an empty file."""
+    path, calls = tmp_path / "out", list[tuple[str, str]]()
+    sync, rename = os.fsync, Path.replace
+
+    def synced(fd: int) -> None:
+        calls.append(("sync", str(Path(f"/proc/self/fd/{fd}").readlink())))
+        sync(fd)
+
+    def renamed(draft: Path, target: Path) -> Path:
+        if target == path:
+            calls.append(("rename", str(draft)))
+        return rename(draft, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "fdatasync", synced)
+    monkeypatch.setattr(Path, "replace", renamed)
+    assert invoke(option, book, path).exit_code == 0
+    (at,) = (number for number, (what, _) in enumerate(calls) if what == "rename")
+    assert ("sync", calls[at][1]) in calls[:at]
+    assert ("sync", str(tmp_path)) in calls[at:]
+
+
+@pytest.mark.parametrize("option", REPLACES)
+def test_what_could_not_be_synced_does_not_replace_what_is_there(
+    option: str, book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    assert invoke(option, book, path).exit_code == 0
+    before = path.read_bytes()
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fdatasync", fails)
+    result = invoke(option, book, path)
+    assert result.exit_code == 2
+    assert "Input/output error" in result.stderr
+    assert path.read_bytes() == before
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"], "and no draft is left"

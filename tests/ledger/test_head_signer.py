@@ -9,6 +9,8 @@ and not the ledger.
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import sqlite3
 import sys
@@ -580,6 +582,30 @@ def test_a_url_has_an_object_for_each_head_and_keeps_each(tmp_path: Path) -> Non
     joined = tmp_path / "joined"
     joined.write_bytes(HEADS[0].data() + HEADS[1].data())
     assert len(list(read_published(f"file://{joined}"))) == 2
+
+
+def test_a_folder_at_a_file_url_shows_a_head_synced_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = UrlOutlet(f"file://{tmp_path}/a%20folder")
+    place.publish(HEADS[0])
+    names = [path.name for path in (tmp_path / "a folder").iterdir()]
+    assert names == [f"{1:020d}"], "no draft is left"
+    sync = os.fsync
+
+    def fails(fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(PublicationFailed, match="Input/output error"):
+        place.publish(HEADS[1])
+    assert [path.name for path in (tmp_path / "a folder").iterdir()] == names
+    monkeypatch.setattr(os, "fsync", sync)
+    place.publish(HEADS[1])
+    fork = SignedHead.sign(2, bytes(32), KEY)
+    with pytest.raises(PublicationFailed, match="another head of size 2"):
+        place.publish(fork)
+    assert place.last() == HEADS[1]
 
 
 def test_messages_show_no_credentials() -> None:

@@ -14,6 +14,7 @@ import sqlite3
 from collections.abc import Collection, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -29,8 +30,10 @@ from shiftbook.ledger.publication import FileOutlet
 from shiftbook.ledger.signed_note import SignedHead
 from shiftbook.ledger.signing_keys import Ed25519Signer
 from shiftbook.ledger.tables import METADATA
+from shiftbook.verify import grouped, scan_block, served, sources, stored
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.heads import Outside
+from shiftbook.verify.served import open_raw
 from shiftbook.verify.verdict import Verdict, verify
 from tests.ledger.stores import STORES, new_url, postgres_of_the_session, run_sql
 from tests.verify.signed_run import EVENTS, KEY, SIZES, THIEF, Signed, long_run, write_signed
@@ -456,3 +459,59 @@ def test_rows_of_heads_and_nodes(attacked: Attacked, name: str) -> None:
     verdict = attacked.verdict()
     assert verdict.exit_code == 1
     assert ("heads", at) in {(f.invariant, f.position) for f in verdict.findings}
+
+
+# -- cost ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("integrity_only", [True, False])
+def test_a_table_without_its_key_costs_no_search_of_all_rows_for_each_page(
+    attacked: Attacked, monkeypatch: pytest.MonkeyPatch, integrity_only: bool
+) -> None:
+    """An attacker must not make a large ledger too slow to be judged. Pages are made small, and the
+    rows that the store visits are counted: by its own steps in a file, by statements in a server,
+    where each that names the table is a search of it."""
+    monkeypatch.setattr(stored, "READ_ROWS", 4)
+    monkeypatch.setattr(served, "READ_ROWS", 4)
+    monkeypatch.setattr(scan_block, "PAGE_ROWS", 4)
+    monkeypatch.setattr(grouped, "ALONE_EVENTS", 10)
+    texts: list[str] = []
+    steps = 0
+
+    def step() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    connect = sqlite3.connect
+
+    def counted(*given: Any, **named: Any) -> sqlite3.Connection:
+        connection = connect(*given, **named)
+        connection.set_progress_handler(step, 100)
+        return connection
+
+    def opened(url: str) -> Any:
+        raw = open_raw(url)
+        if isinstance(raw, served.ServedEvents):
+            told = raw._told
+
+            def listed(text: str, *rest: Any) -> Any:
+                texts.append(text)
+                return told(text, *rest)
+
+            monkeypatch.setattr(raw, "_told", listed)
+        return raw
+
+    monkeypatch.setattr(sources, "open_raw", opened)
+    attacked.do()
+    monkeypatch.setattr(sqlite3, "connect", counted)
+    verdict = verify(attacked.url, evidence=attacked.evidence, integrity_only=integrity_only)
+    assert not verdict.integrity_broken
+    assert verdict.last == EVENTS
+    if attacked.store == "sqlite":
+        # Measured 50 and 90 for each event; with a search for each page it was 600.
+        assert 0 < steps * 100 < EVENTS * 200
+    else:
+        searches = [text for text in texts if "FROM events" in text]
+        assert 1 <= len(searches) <= 8
+        assert sum(text.startswith("FETCH") for text in texts) > EVENTS / 4

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+from shiftbook.ledger.durable import replace_file, sync_path
 from shiftbook.verify.errors import GoldenInvalid
 from shiftbook.verify.replay.compare import Tolerance
 from shiftbook.verify.replay.protocol import Conditions
@@ -28,7 +28,7 @@ AGAIN = "write it again with --update-golden and review the difference"
 
 
 def write_golden(path: Path, trace: Trace, tolerance: Tolerance | None = None) -> None:
-    """Write a trace's golden lines to ``path``, whole or not at all.
+    """Write a trace's golden lines to ``path``, whole and synced or not at all.
 
     Raises GoldenInvalid where another kind of file stands there.
     """
@@ -39,12 +39,10 @@ def write_golden(path: Path, trace: Trace, tolerance: Tolerance | None = None) -
         )
     text = "\n".join(_content(trace, tolerance)) + "\n"
     whole = text + END + hashlib.sha256(text.encode()).hexdigest() + "\n"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(whole, encoding="utf-8")
-        beside.replace(path)
+        replace_file(path, whole.encode(), alone=False)
+        sync_path(path.parent)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise GoldenInvalid(
             f"{path}: expected a file that can be written, found {error.strerror}; make its "
             "folder, or choose another"
