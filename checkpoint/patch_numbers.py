@@ -1,10 +1,10 @@
 """Numbers behind bits: NaNs, and the declared lossy encoding by int8 differences.
 
 The lossy encoding cuts a tensor into blocks of 4096 elements, divides the difference between what
-the receiver has and what it should have by a scale per block, and sends the rounded quotient in 8
-bits. Both sides add it with the same float64 operations and one rounding to the dtype, so the
-sender knows the receiver's bits exactly. What was left over is part of the next difference: the
-error is fed back and never adds up.
+the receiver has and what it should have by a scale per block (the declared bound, or what 127 steps
+need where that is more), and sends the rounded quotient in 8 bits. Both sides add it with the same
+float64 operations and one rounding to the dtype, so the sender knows the receiver's bits exactly.
+What was left over is part of the next difference: the error is fed back and never adds up.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,8 +100,9 @@ class StepsOf:
 
     def encoded(self) -> tuple[Fields, list[bytes]]:
         """Fields and sections of the TensorPatch of this slice."""
-        window = tuple(slice(a, a + n) for a, n in zip(self.at, self.shape, strict=True))
-        steps = np.ascontiguousarray(self.coded.steps.reshape(self.grid)[(..., *window)])
+        ends = zip(self.at, self.shape, strict=True)
+        window: tuple[Any, ...] = (..., *(slice(a, a + n) for a, n in ends))
+        steps = np.ascontiguousarray(self.coded.steps.reshape(self.grid)[window])
         first, last = _blocks_of_slice(self.shape, self.grid, self.at)
         packed = _packed(self.coded.scales[first : last + 1], steps.reshape(-1))
         fields: Fields = {
@@ -116,14 +118,19 @@ class StepsOf:
 def coded_steps(dtype: str, old: Units, target: Units, max_error: float) -> Steps | None:
     """Int8 steps from the bits `old` to about those of `target`, both flat.
 
-    None where the encoding does not fit: another dtype, a number that is not finite, or an element
-    that would end further than `max_error` from its target.
+    A step is as coarse as the bound allows: what comes out is rounded to the dtype, which is off by
+    no more than half a step, since the target is a number of that dtype within half a step. None
+    where the encoding does not fit: another dtype, a number that is not finite, or an element that
+    would end further than `max_error` from its target.
     """
     if dtype not in LOSSY_DTYPES or not old.size:
         return None
     scales = np.zeros(-(-old.size // _BLOCK), dtype=np.float32)
     steps = np.zeros(old.size, dtype=np.int8)
     result = np.empty_like(old)
+    coarsest = np.float32(max_error)
+    if float(coarsest) > max_error:
+        coarsest = np.nextafter(coarsest, np.float32(0))
     error = 0.0
     for first in range(0, old.size, _STEP):
         part = slice(first, first + _STEP)
@@ -135,6 +142,7 @@ def coded_steps(dtype: str, old: Units, target: Units, max_error: float) -> Step
                 return None
             edges = np.arange(0, difference.size, _BLOCK)
             scale = (np.maximum.reduceat(np.abs(difference), edges) / _LARGEST).astype(np.float32)
+            scale = np.where(scale > 0, np.maximum(scale, coarsest), scale)
             each = np.repeat(scale, _BLOCK)[: difference.size].astype(np.float64)
             quotient = np.rint(difference / np.where(each > 0, each, 1.0))
             steps[part] = np.clip(quotient, -_LARGEST, _LARGEST).astype(np.int8)
