@@ -36,7 +36,7 @@ from shiftbook.jobs.errors import JobError
 from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss, reference_logps
 from shiftbook.jobs.iteration import Iteration
 from shiftbook.jobs.lossy_sync import PART, LossySource
-from shiftbook.jobs.model import ModelConfig
+from shiftbook.jobs.model import ModelConfig, parameter_shapes
 from shiftbook.jobs.policy_file import BASE_POLICY, load_policy
 from shiftbook.jobs.toolbox import Toolbox
 from shiftbook.jobs.trainer_state import adam_of, make_trainer
@@ -163,7 +163,9 @@ class _Replay:
         self._lossy: LossySource | None = None
         if values.get("sync_encoding") == "lossy":
             self._lossy = LossySource(float(values["max_error"]), int(values["anchor_every"]))
-            self._lossy.begin(policy, self._version, served or policy)
+            # A bundle has its tensors in another order than engines load them in.
+            ordered = {name: policy[name] for name in parameter_shapes(self._model)}
+            self._lossy.begin(ordered, self._version, served or ordered)
         self._trainer = make_trainer(
             policy,
             self._model,

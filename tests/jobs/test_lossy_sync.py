@@ -8,12 +8,14 @@ replay of a small job runs under two schedules with moves.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from shiftbook.checkpoint.bundle import save_bundle
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.jobs import published as published_module
 from shiftbook.jobs import sync_encoding
@@ -23,11 +25,12 @@ from shiftbook.jobs.errors import JobError
 from shiftbook.jobs.lossy_sync import Coded, LossySource
 from shiftbook.jobs.policy_file import BASE_POLICY, load_policy
 from shiftbook.jobs.published import Published
-from shiftbook.jobs.replay import SMALL, reference_job
+from shiftbook.jobs.replay import SMALL, _Replay, reference_job
 from shiftbook.jobs.serving import Taken
 from shiftbook.jobs.sync_encoding import PatchSource
+from shiftbook.jobs.trainer_state import adam_of
 from shiftbook.scheduler.workers.host import HostSpec
-from shiftbook.verify.replay.protocol import Conditions, Tensors
+from shiftbook.verify.replay.protocol import Conditions, Start, Tensors
 
 BOUND = 1e-4
 VALUES = {"job": "j", "bundles": "b", "base_policy": "p", "ledger_url": "sqlite:///l.db"}
@@ -169,6 +172,38 @@ def test_the_replay_of_a_lossy_job_depends_on_no_schedule() -> None:
     without = run(plain)
     assert without[0] == still[0]
     assert without[1] != still[1]
+
+
+@pytest.mark.slow
+def test_a_replay_goes_on_from_a_bundle_with_what_engines_held(tmp_path: Path) -> None:
+    """As a shadow does: the second iteration, from a bundle of the first, is the whole run's."""
+    values = SMALL | LOSSY | {"anchor_every": 16}
+    usual = {"seed": 0, "schedule": "phases", "workers": {"rollout": 1, "trainer": 1}}
+    run = _Replay(values, str(BASE_POLICY), Conditions(**usual, steps=2))
+    steps = run.steps()
+    next(steps)
+    policy = run._trainer.parts()["model"]
+    served = run._served(policy, 1)
+    assert fingerprint_tensors(served) != fingerprint_tensors(policy)
+    saved = save_bundle(
+        tmp_path,
+        {
+            "job": "j",
+            "attempt": "a",
+            "iteration": 1,
+            "policy_version": 1,
+            "scheduler": {"step": 1},
+        },
+        run._trainer.parts()
+        | {"optimizer": adam_of(run._trainer).tensors(run._trainer.masters), "served": served},
+    )
+    expected = [_said(one) for one in next(steps).observations]
+    start = Start(
+        str(saved.path), saved.bundle_id, iteration=1, policy_version=1, cursor=SMALL["groups"]
+    )
+    job = reference_job(values)
+    (again,) = job.run(Conditions(**usual, steps=1, start=start))
+    assert [_said(one) for one in again.observations] == expected
 
 
 def _said(one: Any) -> str:
