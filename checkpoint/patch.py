@@ -28,7 +28,13 @@ from shiftbook.checkpoint.patch_format import (
     read_patch,
     write_patch,
 )
-from shiftbook.checkpoint.patch_numbers import NO_NUMBER, count_nan, encode_int8, nan_rule
+from shiftbook.checkpoint.patch_numbers import (
+    NO_NUMBER,
+    StepsOf,
+    count_nan,
+    encode_int8,
+    nan_rule,
+)
 from shiftbook.checkpoint.patch_places import (
     HostPlace,
     Place,
@@ -60,6 +66,7 @@ def encode_patch(
     version: int,
     base_fingerprints: Mapping[str, str] | None = None,
     lossy: Lossy | None = None,
+    steps: Mapping[str, StepsOf] | None = None,
     nan: NaN = "refuse",
     threads: int = 1,
 ) -> bytes:
@@ -68,7 +75,9 @@ def encode_patch(
     `base_fingerprints` (recorded when `base` was made) save reading the base once more; those of
     the result are always taken from `new`, and that one leads to the other is checked. NaNs that
     `new` brings are refused unless they are to be carried. A lossy patch codes a tensor in the
-    shorter of both ways, and keeps to the declared bound. Raises PatchUnencodable.
+    shorter of both ways, and keeps to the declared bound. With `steps`, which led to tensors of
+    `new` when they were coded, the loss is in `new` already: nothing more is lost, and such a
+    tensor is coded as its steps where that is shorter. Raises PatchUnencodable.
     """
     bases = {name: place_of(tensor) for name, tensor in base.items()}
     news = {name: place_of(tensor) for name, tensor in new.items()}
@@ -78,7 +87,10 @@ def encode_patch(
     payload: dict[str, list[bytes]] = {}
     for name, (fields, stored), result in _differences(bases, news, before, nan, threads):
         place = news[name]
-        if lossy is not None and stored:
+        if steps is not None:
+            if stored and name in steps:
+                fields, stored = min((fields, stored), steps[name].encoded(), key=_length)
+        elif lossy is not None and stored:
             coded = encode_int8(place.dtype, bases[name].read(), place.read(), lossy.max_error)
             if coded is not None and sum(map(len, coded[1])) < sum(map(len, stored)):
                 fields, stored, units = coded
@@ -88,6 +100,10 @@ def encode_patch(
         records[name], payload[name] = fields, stored
     base_root = root({name: before[name] for name in records})
     return write_patch(version, (base_version, base_root), records, payload, lossy)
+
+
+def _length(encoded: Encoded) -> int:
+    return sum(map(len, encoded[1]))
 
 
 def encode_anchor(

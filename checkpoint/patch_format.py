@@ -33,6 +33,8 @@ MAGIC = b"SHIFTBOOK-PATCH\n"
 FORMAT: Final = "shiftbook-patch-v2"
 FIRST_FORMAT: Final = "shiftbook-patch-v1"
 """Knows no `packed` encoding. It is read for ever, and written where it will do."""
+SLICE_FORMAT: Final = "shiftbook-patch-v3"
+"""Knows slices of a tensor that was coded as int8 steps; written where there is one."""
 BLOCK = 1 << 18  # units of a tensor whose changes are packed together
 INDEX_BYTES = 8  # of each block: its changes and its words
 Planes = NDArray[np.uint8]
@@ -44,7 +46,7 @@ _MOST_HEADER_BYTES = 256 << 20  # a million tensors; a longer one is a decompres
 _PAYS_FROM_BYTES = 64  # shorter sections are stored as they are
 _ZSTD_LEVEL = 1
 
-Format = Literal["shiftbook-patch-v1", "shiftbook-patch-v2"]
+Format = Literal["shiftbook-patch-v1", "shiftbook-patch-v2", "shiftbook-patch-v3"]
 Encoding = Literal["same", "changes", "packed", "bits", "int8"]
 
 
@@ -80,6 +82,10 @@ class TensorPatch(_Record):
     sections: tuple[Section, ...] = ()
     largest_error: float | None = None
     """Of a lossy encoding, as measured by the sender."""
+    grid: tuple[Count, ...] | None = None
+    """Of a slice of what was coded as int8 steps: the shape that the blocks were cut from, and"""
+    at: tuple[Count, ...] | None = None
+    """where the slice starts in it."""
 
     @property
     def unit_bytes(self) -> int:
@@ -109,6 +115,8 @@ def _check_record(record: TensorPatch) -> None:
         raise ValueError(f"{changed} changes in {units} units")
     if record.value_planes > record.unit_bytes:
         raise ValueError(f"{record.value_planes} planes for units of {record.unit_bytes} bytes")
+    if (record.grid, record.at) != (None, None):
+        _check_slice(record)
     for section in sections:
         if section.stored > section.plain:
             raise ValueError(f"{section.stored} bytes for a plane of {section.plain}")
@@ -123,6 +131,16 @@ def _check_record(record: TensorPatch) -> None:
             lengths = [units] * record.unit_bytes
         if [section.plain for section in sections] != lengths:
             raise ValueError("sections do not have the lengths of their planes")
+
+
+def _check_slice(record: TensorPatch) -> None:
+    """Raise ValueError for a slice that does not lie in its grid."""
+    grid, at = record.grid or (), record.at or ()
+    axes = len(record.shape)
+    if record.encoding != "int8" or (len(grid), len(at)) != (axes, axes):
+        raise ValueError("a slice of something that was not coded in steps, or without its place")
+    if any(a + n > whole for a, n, whole in zip(at, record.shape, grid, strict=True)):
+        raise ValueError(f"a slice of {record.shape} at {at} outside of its grid {grid}")
 
 
 class Lossy(_Record):
@@ -168,8 +186,11 @@ class Header(_Record):
             raise ValueError("base root is not that of the tensors")
         if self.lossy is None and any(t.encoding == "int8" for t in self.tensors.values()):
             raise ValueError("a lossy encoding that is not declared")
-        if self.format == FIRST_FORMAT != format_of(t.encoding for t in self.tensors.values()):
+        every = self.tensors.values()
+        if self.format == FIRST_FORMAT and any(t.encoding == "packed" for t in every):
             raise ValueError("packed changes in the first format")
+        if self.format != SLICE_FORMAT and any(t.grid is not None for t in every):
+            raise ValueError("a slice in a format that has none")
         return self
 
     @property
@@ -183,9 +204,12 @@ class Header(_Record):
         return {name: t.base for name, t in self.tensors.items() if t.base is not None}
 
 
-def format_of(encodings: Iterable[str]) -> Format:
+def format_of(tensors: Iterable[Fields]) -> Format:
     """The oldest format that can say this, so that as many receivers as possible can read it."""
-    return FORMAT if "packed" in encodings else FIRST_FORMAT
+    every = list(tensors)
+    if any(fields.get("grid") is not None for fields in every):
+        return SLICE_FORMAT
+    return FORMAT if any(fields["encoding"] == "packed" for fields in every) else FIRST_FORMAT
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +307,7 @@ def write_patch(
     """
     encodings = {fields["encoding"] for fields in tensors.values()}
     header: Fields = {
-        "format": format_of(encodings),
+        "format": format_of(tensors.values()),
         "version": version,
         "result_root": root({name: fields["result"] for name, fields in tensors.items()}),
         "tensors": tensors,
@@ -341,7 +365,7 @@ def _read_header(data: bytes) -> tuple[Header, int]:
         )
         value: dict[str, Any] = canonical.decode(text)
         declared = value.get("format")
-        if declared not in (FIRST_FORMAT, FORMAT):
+        if declared not in (FIRST_FORMAT, FORMAT, SLICE_FORMAT):
             raise _no_patch(f"format {declared!r}; a newer Shiftbook may read it")
         return Header.model_validate(value), start
     except ValidationError as error:

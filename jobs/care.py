@@ -165,7 +165,12 @@ class Care:
         trainer = next((b for b in brought if b.component == "trainer"), None)
         if trainer is not None:
             event = restored(
-                attempt, standing.bundle, standing.saved, trainer, standing.reference_prints
+                attempt,
+                standing.bundle,
+                standing.saved,
+                trainer,
+                standing.reference_prints,
+                standing.served_root(standing.saved.policy_version),
             )
             drafts.append(Draft(event))
         if drafts:

@@ -57,10 +57,11 @@ from shiftbook.ledger.cli_types import NamedPath, Whole
 )
 @click.option(
     "--sync-encoding",
-    type=click.Choice(["full", "patch"]),
+    type=click.Choice(["full", "patch", "lossy"]),
     default="full",
     show_default=True,
-    help="How weight syncs send a version: whole, or as a lossless patch on the one before.",
+    help="How weight syncs send a version: whole, as a lossless patch on the one before, or as one "
+    "that may lose up to 0.0001 of each element, which the plan declares.",
 )
 @format_option()
 def demo(

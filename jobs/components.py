@@ -67,6 +67,7 @@ class RolloutWorker:
         # The engine comes first: vLLM does not start in a process that has compiled kernels.
         self._serving = ServedEngine(make_engine(*self._make), self._model)
         one_thread()
+        self._max_error: float | None = config.get("max_error")
         self._incoming: ServedEngine | None = None
         self._staged: dict[str, Any] | None = None
 
@@ -105,7 +106,7 @@ class RolloutWorker:
         version, size = int(payload["version"]), None
         if "patch" in payload:
             try:
-                weights, size = patched(serving.held, payload["patch"])
+                weights, size = patched(serving.held, payload["patch"], self._max_error)
             except PatchError as error:
                 return Taken(version, {}, base_refused=first_line(error))
         else:

@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shiftbook.checkpoint.sampler import HASH_SORT
 from shiftbook.jobs.engine_types import Caches
@@ -15,7 +15,15 @@ from shiftbook.ledger import canonical
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
 from shiftbook.ledger.events.job import Edge, ElasticRange, JobOpened
-from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, ShadowPlan, UpdatePlan
+from shiftbook.ledger.plan import (
+    DataPlan,
+    MovePlan,
+    Plan,
+    SamplingPlan,
+    ShadowPlan,
+    SyncPlan,
+    UpdatePlan,
+)
 from shiftbook.ledger.topology import Device, Topology
 from shiftbook.scheduler.fleet import FleetSpec
 
@@ -89,7 +97,7 @@ rounding makes some 1e-9."""
 DATASET_SIZE = 4096
 
 Schedule = Literal["dynamic", "static", "timeshared"]
-SyncEncoding = Literal["full", "patch"]
+SyncEncoding = Literal["full", "patch", "lossy"]
 
 BUNDLE_PARTS = (
     "model",
@@ -138,9 +146,12 @@ class JobConfig(BaseModel):
     calibrated; None where the engine gives bits."""
     sync_encoding: SyncEncoding = "full"
     """Whether weight syncs send whole weights, or a lossless patch to engines that the ledger has
-    on the version before. No bit depends on it."""
+    on the version before: no bit depends on that. With ``lossy`` the patch keeps to ``max_error``,
+    and all engines hold what it leads to."""
     anchor_every: int = Field(default=16, ge=1)
-    """With patches: every so many versions the weights go whole to all engines."""
+    """With patches: every so many versions the weights go whole to all engines, without loss."""
+    max_error: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """With ``lossy``: no element of an engine's weights is further from the trainer's."""
     proposer: Literal["planner", "operator"] = "planner"
     """Who proposes moves of the dynamic schedule; with ``operator`` only ``shiftbook propose``."""
     shadow_every: int | None = Field(default=None, ge=1)
@@ -155,6 +166,15 @@ class JobConfig(BaseModel):
     mover: str = "ray"
     """Entry point of ``shiftbook.movers`` that recovery opens."""
 
+    @model_validator(mode="after")
+    def _a_loss_has_a_bound(self) -> JobConfig:
+        if (self.sync_encoding == "lossy") != (self.max_error is not None):
+            raise ValueError(
+                "sync_encoding lossy and max_error must be given together, found "
+                f"{self.sync_encoding} with {self.max_error}"
+            )
+        return self
+
     def worker_config(self) -> dict[str, Any]:
         """What a worker's component is made from."""
         return {
@@ -163,6 +183,7 @@ class JobConfig(BaseModel):
             "lanes": self.lanes,
             "engine": self.engine,
             "caches": self.caches,
+            "max_error": self.max_error,
             "virtual_ranks": self.virtual_ranks,
             "reduction": self.reduction,
             "base_policy": self.base_policy,
@@ -206,6 +227,7 @@ def plan_of(config: JobConfig) -> Plan:
         ),
         moves=MovePlan(mode="act" if config.schedule == "dynamic" else "observe"),
         shadow=shadow_of(config),
+        syncs=syncs_of(config),
         required_invariants=(
             *REQUIRED_INVARIANTS,
             # Which version wrote a block of its cache vLLM does not say.
@@ -217,6 +239,13 @@ def plan_of(config: JobConfig) -> Plan:
             **({} if config.reduction == "tree" else {"replay": UNORDERED_TOLERANCE}),
         },
     )
+
+
+def syncs_of(config: JobConfig) -> SyncPlan:
+    """What weight syncs may lose."""
+    if config.max_error is None:
+        return SyncPlan()
+    return SyncPlan(encoding="int8-difference", max_error=config.max_error)
 
 
 def bundle_digests(config: JobConfig) -> dict[str, str]:

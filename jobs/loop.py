@@ -15,6 +15,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.sampler import HASH_SORT, Sampler
 from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 from shiftbook.jobs.care import Care
@@ -28,6 +29,7 @@ from shiftbook.jobs.config import (
 )
 from shiftbook.jobs.desk import Desk
 from shiftbook.jobs.iteration import Iteration
+from shiftbook.jobs.lossy_sync import LossySource
 from shiftbook.jobs.open_moves import close_open_moves
 from shiftbook.jobs.records import begun, consumed, drawn, generated, updated
 from shiftbook.jobs.reports import IterationTimes
@@ -81,7 +83,10 @@ class TrainingLoop:
         self.devices = devices
         self._ranks = VirtualRankPlan(self.config.virtual_ranks, self.config.groups)
         self._standing = Standing(
-            Path(self.config.base_policy), self.config.tolerance, PatchSource.declared(self.config)
+            Path(self.config.base_policy),
+            self.config.tolerance,
+            PatchSource.declared(self.config),
+            LossySource.declared(self.config),
         )
         self._desk = Desk(
             self._ranks,
@@ -282,7 +287,7 @@ class TrainingLoop:
             iteration=start.iteration,
             topology=standing.topology,
             policy_version=start.version,
-            policy_fingerprint=standing.last_published.root,
+            policy_fingerprint=root(standing.last_published.source_prints),
             pid=os.getpid(),
         )
         self._syncer = Syncer(
@@ -431,7 +436,7 @@ class TrainingLoop:
             outcome="finished",
             iterations=self.config.iterations,
             policy_version=self._standing.version,
-            policy_fingerprint=self._standing.last_published.root,
+            policy_fingerprint=root(self._standing.last_published.source_prints),
         )
         deadline = time.monotonic() + CLOSE_LIMIT_S
         while True:

@@ -35,7 +35,8 @@ from shiftbook.jobs.engine_types import Caches
 from shiftbook.jobs.errors import JobError
 from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss, reference_logps
 from shiftbook.jobs.iteration import Iteration
-from shiftbook.jobs.model import ModelConfig
+from shiftbook.jobs.lossy_sync import PART, LossySource
+from shiftbook.jobs.model import ModelConfig, parameter_shapes
 from shiftbook.jobs.policy_file import BASE_POLICY, load_policy
 from shiftbook.jobs.toolbox import Toolbox
 from shiftbook.jobs.trainer_state import adam_of, make_trainer
@@ -97,6 +98,8 @@ def reference_job(config: Mapping[str, Any] | None = None) -> Job:
         )
     values = {name: given.get(name, value) for name, value in SMALL.items()}
     values |= {n: given[n] for n, usual in OPTIONS.items() if given.get(n, usual) != usual}
+    if given.get("sync_encoding") == "lossy":  # of the encodings the only one that bits depend on
+        values |= {name: given[name] for name in ("sync_encoding", "max_error", "anchor_every")}
     ranks = int(values["virtual_ranks"])
     trainers = tuple(count for count in WORKERS["trainer"] if count <= ranks)
     base = str(given.get("base_policy", BASE_POLICY))
@@ -127,9 +130,11 @@ def _begun(policy: Mapping[str, Tensor], start: Start | None) -> dict[str, Any]:
     """The trainer's state at the beginning, or as a bundle has it."""
     if start is None:
         return {"policy": policy}
-    parts = restore_bundle(start.path, ["model", "masters", "optimizer"])
     manifest = load_manifest(start.path)
+    also = [PART] if PART in manifest.parts else []
+    parts = restore_bundle(start.path, ["model", "masters", "optimizer", *also])
     return {
+        "served": parts.get(PART),
         "policy": parts["model"],
         "masters": parts["masters"],
         "moments": parts["optimizer"],
@@ -154,8 +159,15 @@ class _Replay:
         start, begun = conditions.start, _begun(policy, conditions.start)
         self._first = 0 if start is None else start.iteration
         self._version = 0 if start is None else start.policy_version
+        policy, served = begun.pop("policy"), begun.pop("served", None)
+        self._lossy: LossySource | None = None
+        if values.get("sync_encoding") == "lossy":
+            self._lossy = LossySource(float(values["max_error"]), int(values["anchor_every"]))
+            # A bundle has its tensors in another order than engines load them in.
+            ordered = {name: policy[name] for name in parameter_shapes(self._model)}
+            self._lossy.begin(ordered, self._version, served or ordered)
         self._trainer = make_trainer(
-            begun.pop("policy"),
+            policy,
             self._model,
             GrpoLoss(GrpoConfig(), conditions.seed),
             virtual_ranks=self._plan.virtual_ranks,
@@ -178,9 +190,10 @@ class _Replay:
                 yield Step(number, self._step(number, toolbox))
 
     def _step(self, number: int, toolbox: Toolbox) -> list[Observation]:
-        policy = self._trainer.parts()["model"]
+        version = self._version + number - self._first
+        policy = self._served(self._trainer.parts()["model"], version)
         for engine in self._engines:
-            engine.load(policy, self._version + number - self._first)
+            engine.load(policy, version)
         iteration = Iteration(
             number, self._conditions.seed, self._sampler.draw(self._groups), GROUP_SIZE
         )
@@ -193,6 +206,14 @@ class _Replay:
                 self._train(group, iteration)
         with component("trainer"):
             return [*self._samples(iteration), *self._update(number)]
+
+    def _served(self, policy: Mapping[str, Tensor], version: int) -> Mapping[str, Tensor]:
+        """What engines hold of a version."""
+        if self._lossy is None:
+            return policy
+        if self._lossy.held.version != version:
+            self._lossy.settle(policy, version)
+        return self._lossy.held.served
 
     def _engine(self) -> TorchEngine:
         return TorchEngine(self._model, self._lanes, caches=self._caches)

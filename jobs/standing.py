@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shiftbook.checkpoint.bundle import restore_bundle
+from shiftbook.jobs.lossy_sync import PART, Coded, LossySource
 from shiftbook.jobs.model import ModelConfig, parameter_shapes
 from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.published import Published
@@ -38,7 +39,9 @@ class Standing:
         base_policy: Path,
         tolerance: float | None = None,
         patches: PatchSource | None = None,
+        lossy: LossySource | None = None,
     ) -> None:
+        self._lossy = lossy
         self._base_policy, self._tolerance, self._patches = base_policy, tolerance, patches
         self.published: Published | None = None
         self.reference_prints: dict[str, str] = {}
@@ -63,16 +66,40 @@ class Standing:
 
     def publish(self, start: Start) -> None:
         """Put out the weights of the version that the attempt starts with."""
+        served = None
         if start.path is None:
             weights = load_policy(self._base_policy)
         else:
-            stored = restore_bundle(start.path, ["model"])["model"]
-            weights = {name: stored[name] for name in parameter_shapes(ModelConfig())}
-        self.put_out(weights, start.version)
+            parts = ["model"] if self._lossy is None else ["model", PART]
+            stored = restore_bundle(start.path, parts)
+            weights = {name: stored["model"][name] for name in parameter_shapes(ModelConfig())}
+            served = stored.get(PART)
+        if self._lossy is None:
+            self.put_out(weights, start.version)
+            return
+        self._lossy.begin(weights, start.version, served or weights)
+        self._publish_coded(weights, self._lossy, self._lossy.held)
+
+    def served_next(self, weights: Mapping[str, Any], version: int) -> dict[str, Any] | None:
+        """What engines will hold of the next version, where that is state of its own."""
+        return None if self._lossy is None else self._lossy.code(weights, version).served
+
+    def served_root(self, version: int) -> str | None:
+        """Root of what engines hold of a version, where that is state of its own."""
+        return None if self._lossy is None else self._lossy.root_of(version)
 
     def put_out(self, weights: Mapping[str, Any], version: int) -> Published:
         """Publish the weights of a version."""
+        if self._lossy is not None:
+            coded = self._lossy.settle(weights, version)
+            return self._publish_coded(weights, self._lossy, coded)
         self.published = Published.of(weights, version, self._tolerance, self._patches)
+        return self.published
+
+    def _publish_coded(
+        self, weights: Mapping[str, Any], lossy: LossySource, coded: Coded
+    ) -> Published:
+        self.published = Published.coded(weights, coded, lossy.loss(coded), self._tolerance)
         return self.published
 
     def take_saved(self, saved: CheckpointSaved) -> None:
@@ -89,7 +116,7 @@ class Standing:
             return {
                 "store": self._rendezvous(),
                 "bundle": self.bundle_path,
-                "fingerprints": {n: v for n, v in parts.items() if n != "reference"},
+                "fingerprints": {n: v for n, v in parts.items() if n not in ("reference", PART)},
             }
         if component == "inference":
             return {"fingerprints": self.reference_prints}

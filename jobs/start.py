@@ -8,6 +8,7 @@ from typing import Any
 
 from shiftbook.checkpoint.bundle import external_part, save_bundle
 from shiftbook.jobs.config import BUNDLE_PARTS, JobConfig, bundle_digests
+from shiftbook.jobs.lossy_sync import PART
 from shiftbook.ledger.events.state import CheckpointSaved
 from shiftbook.ledger.ledger import Ledger
 
@@ -51,6 +52,7 @@ def first_bundle(config: JobConfig, attempt: str) -> dict[str, Any]:
     path = Path(config.base_policy)
     policy = load_policy(path)
     masters = masters_of(policy)
+    lossy = config.sync_encoding == "lossy"
     Path(config.bundles).mkdir(parents=True, exist_ok=True)
     saved = save_bundle(
         config.bundles,
@@ -68,9 +70,10 @@ def first_bundle(config: JobConfig, attempt: str) -> dict[str, Any]:
             "model": policy,
             "masters": masters,
             "optimizer": Adam(masters).tensors(masters),
+            **({PART: policy} if lossy else {}),
         },
         external={"reference": external_part(path, kind="reference", root_dir=config.bundles)},
-        declared=BUNDLE_PARTS,
+        declared=(*BUNDLE_PARTS, *((PART,) if lossy else ())),
     )
     return {
         "bundle": saved.bundle_id,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shiftbook.checkpoint.compare import root
+from shiftbook.jobs.lossy_sync import PART
 from shiftbook.ledger.events.life import ReplicaStarted
 from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved, StateFirstUsed
 from shiftbook.scheduler.channels import Worker
@@ -51,12 +52,18 @@ def restored(
     saved: CheckpointSaved,
     trainer: Brought,
     reference_prints: Mapping[str, str],
+    served: str | None = None,
 ) -> CheckpointRestored:
-    """The trainer took its state from a bundle, inference its own from the reference policy."""
+    """The trainer took its state from a bundle, inference its own from the reference policy.
+
+    ``served`` is the root of what engines hold of that version, where the bundle has it as a part.
+    """
     parts = {name: value for name, value in trainer.loaded.fingerprints.items() if "/" not in name}
     parts["reference"] = root(
         {name.split("/", 1)[1]: value for name, value in reference_prints.items()}
     )
+    if served is not None:
+        parts[PART] = served
     return CheckpointRestored(
         attempt=attempt,
         bundle=bundle,

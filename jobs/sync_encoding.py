@@ -1,4 +1,4 @@
-"""How a policy version goes to the engines: whole, or as a lossless patch on the one before it.
+"""How a policy version goes to the engines: whole, or as a patch on the one before it.
 
 Ray's object store carries either. The sender keeps the version that it put out last; an engine
 keeps the last one that it verified, and a patch is applied to a copy of that, so whatever is
@@ -87,11 +87,14 @@ class PatchSource:
 
 
 def patched(
-    held: tuple[Mapping[str, Tensor], int] | None, patch: PatchOffer
+    held: tuple[Mapping[str, Tensor], int] | None,
+    patch: PatchOffer,
+    accept_error: float | None = None,
 ) -> tuple[dict[str, Tensor], int]:
     """What a patch makes of the weights and version that an engine verified last, and its bytes.
 
-    The weights are copied. Raises PatchRefused for another base, PatchDamaged for bytes that are no
+    The weights are copied. ``accept_error`` is what the job declares that a patch may lose. Raises
+    PatchRefused for another base and a larger loss, PatchDamaged for bytes that are no
     patch.
     """
     from shiftbook.checkpoint.patch import apply_patch
@@ -104,5 +107,5 @@ def patched(
     weights, version = held
     own = {name: tensor.clone() for name, tensor in weights.items()}
     data = bytes(fetch(patch.reference))
-    apply_patch(data, own, version=version)
+    apply_patch(data, own, version=version, accept_error=accept_error)
     return own, len(data)

@@ -134,11 +134,12 @@ class Syncer:
             attempt=self._grant.operation,
             version=published.version,
             base_version=base,
-            source=published.prints,
-            source_root=published.root,
+            source=published.source_prints,
+            source_root=root(published.source_prints),
             encoding=encoding,
             targets=asked,
             epoch=self._grant.epoch,
+            lossy=published.loss,
         )
 
     def _engines(self) -> Targets:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from shiftbook.checkpoint.bundle import external_part, restore_bundle, save_bundle
 from shiftbook.checkpoint.elastic import Place, Reduction, UpdateReport, VirtualRanks
@@ -21,6 +22,7 @@ from shiftbook.jobs.config import BUNDLE_PARTS
 from shiftbook.jobs.errors import JobError, TrainingError
 from shiftbook.jobs.grpo import GroupBatch, GrpoConfig, GrpoLoss
 from shiftbook.jobs.half_done import gather, half_done, prints_of
+from shiftbook.jobs.lossy_sync import PART
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.optimizer import publish
 from shiftbook.jobs.trainer_state import TrainerState, make_trainer
@@ -289,8 +291,14 @@ class TrainerWorker:
             return None
         return report.stats["logp_gap_sum"] / report.weight
 
-    def _save(self, root_dir: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Save a bundle of the present state; durable on return."""
+    def _save(
+        self,
+        root_dir: str,
+        fields: dict[str, Any],
+        served: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Any]:
+        """Save a bundle of the present state, with what engines hold where that is state of its own
+        (``served``); durable on return."""
         state = self._held()
         began_s = time.monotonic()
         if self._reference is None:
@@ -302,9 +310,9 @@ class TrainerWorker:
         saved = save_bundle(
             root_dir,
             fields,
-            state.parts(),
+            state.parts() | ({} if served is None else {PART: dict(served)}),
             external={"reference": self._reference},
-            declared=(*BUNDLE_PARTS, "parent"),
+            declared=(*BUNDLE_PARTS, *(() if served is None else (PART,)), "parent"),
         )
         return {
             "bundle": saved.bundle_id,

@@ -61,7 +61,7 @@ class Updater:
     def _once(self, iteration: Iteration) -> Reports:
         ranks = [r.name for r in self._standing.topology.replicas("trainer")]
         grant = self._standing.grant
-        arguments = {
+        arguments: dict[str, Any] = {
             "learning_rate": self._config.learning_rate,
             "clip_norm": self._config.clip_norm,
             "version": self._standing.version + 1,
@@ -84,7 +84,10 @@ class Updater:
             "in_flight_uids": (),  # the next draws are made when this version is served
             **self._digests,
         }
-        place = {"root_dir": self._config.bundles, "fields": fields}
+        place: dict[str, Any] = {"root_dir": self._config.bundles, "fields": fields}
+        served = self._standing.served_next(first["weights"], arguments["version"])
+        if served is not None:
+            place["served"] = served
         saved = self._fleet.each(ranks[:1], "call", grant, "save", place)[ranks[0]]
         first["saved"] = {**saved, "parent": self._standing.bundle}
         statuses = self._fleet.each(ranks, "status")

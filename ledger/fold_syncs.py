@@ -24,6 +24,7 @@ def _sync_started(state: Shared, job: JobState, stored: StoredEvent, event: Even
         event.targets,
         started_position=stored.position,
         lossy_root=None if event.lossy is None else event.lossy.root,
+        lossy_whole=event.lossy is not None and event.lossy.whole == "decoded",
     )
     job.open_sync = stored.operation
     engines.begun(job.engines, event, stored.position)

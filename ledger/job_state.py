@@ -82,6 +82,8 @@ class SyncState:
     ended_position: int = -1
     lossy_root: str | None = None
     """What a target reads after a lossy patch of this sync; None where there is none."""
+    lossy_whole: bool = False
+    """True where whole weights of this sync are what its patches lead to."""
 
 
 @dataclass(slots=True)

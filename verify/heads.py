@@ -13,7 +13,8 @@ from typing import Any
 from shiftbook.ledger.canonical import leaf_hash
 from shiftbook.ledger.errors import InvalidNote, ProofInvalid, PublicationFailed
 from shiftbook.ledger.merkle import CompactRange
-from shiftbook.ledger.publication import named_size, read_published, shown_url
+from shiftbook.ledger.object_folder import shown_url
+from shiftbook.ledger.publication import named_size, read_published
 from shiftbook.ledger.signed_note import SignedHead, holds_trace
 from shiftbook.ledger.signing_keys import Verifier, read_verifier
 from shiftbook.verify.coverage import Row

@@ -22,10 +22,12 @@ from shiftbook.checkpoint.errors import (
     TransferRefused,
 )
 from shiftbook.checkpoint.fingerprint import Fingerprint, fingerprint
-from shiftbook.checkpoint.patch_numbers import count_nan
+from shiftbook.checkpoint.patch_format import Lossy
+from shiftbook.checkpoint.patch_numbers import Steps, count_nan
 from shiftbook.checkpoint.positions import ITEM_BYTES
 from shiftbook.checkpoint.transfer.boxes import Box, whole
 from shiftbook.ledger.events.base import Count, Hex128
+from shiftbook.ledger.events.sync import SyncLoss
 
 FORMAT: Final = "shiftbook-transfer-v1"
 
@@ -73,6 +75,14 @@ class Shard:
         return cls(name, local, tuple(int(n) for n in offset), tuple(int(n) for n in tensor.shape))
 
 
+class BoxLoss(Message):
+    """What a lossy encoding left of a box: how far it is from the trainer's, and what that one adds
+    to the fingerprint of the trainer's tensor."""
+
+    sums: tuple[Count, Count]
+    largest_error: float
+
+
 class HeldPart(Message):
     """One box that a rank holds, and what it adds to the fingerprint of the whole tensor."""
 
@@ -84,6 +94,8 @@ class HeldPart(Message):
     sums: tuple[Count, Count]
     cover: Count
     nan: Count
+    loss: BoxLoss | None = None
+    """Absent where the box is the trainer's, bit for bit."""
 
     @property
     def box(self) -> Box:
@@ -97,6 +109,8 @@ class LocalCatalogue(Message):
     rank: Count
     version: Count
     parts: tuple[HeldPart, ...]
+    lossy: Lossy | None = None
+    """The encoding that the rank may use, and its bound."""
 
 
 class Entry(Message):
@@ -128,6 +142,16 @@ class Holding(Message):
         return Box(self.offset, self.size)
 
 
+class CatalogueLoss(Message):
+    """How far a version as it is served is from the trainer's, and what the trainer's is."""
+
+    encoding: Literal["int8-difference"]
+    max_error: float
+    largest_error: float
+    source: dict[str, Hex128]
+    """Fingerprints of the trainer's tensors, where they are others than those that are served."""
+
+
 class Catalogue(Message):
     """A version as all its sources serve it."""
 
@@ -139,6 +163,8 @@ class Catalogue(Message):
     root: Hex128
     tensors: dict[str, Entry]
     holdings: tuple[Holding, ...]
+    loss: CatalogueLoss | None = None
+    """Absent where the version that is served is the trainer's."""
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
@@ -149,6 +175,11 @@ class Catalogue(Message):
         for entry in self.tensors.values():
             if entry.dtype not in ITEM_BYTES:
                 raise ValueError(f"unknown dtype {entry.dtype!r}")
+        if self.loss is not None and not (
+            self.loss.source.keys() <= self.tensors.keys()
+            and 0 <= self.loss.largest_error <= self.loss.max_error
+        ):
+            raise ValueError("a loss beyond its bound, or of tensors that are not there")
         for held in self.holdings:
             known = self.tensors.get(held.name)
             if known is None or not held.box.inside(whole(known.shape)) or not held.ranks:
@@ -159,6 +190,24 @@ class Catalogue(Message):
     def fingerprints(self) -> dict[str, str]:
         """By name, of whole tensors."""
         return {name: entry.fingerprint for name, entry in self.tensors.items()}
+
+    @property
+    def source_fingerprints(self) -> dict[str, str]:
+        """By name, of the trainer's whole tensors; those that are served, where nothing is lost."""
+        return self.fingerprints | ({} if self.loss is None else self.loss.source)
+
+    @property
+    def sync_loss(self) -> SyncLoss | None:
+        """What a sync to this version says of its loss; None where there is none."""
+        if self.loss is None:
+            return None
+        return SyncLoss(
+            encoding=self.loss.encoding,
+            max_error=self.loss.max_error,
+            largest_error=self.loss.largest_error,
+            root=self.root,
+            whole="decoded",
+        )
 
     @property
     def nbytes(self) -> int:
@@ -179,6 +228,8 @@ class HeldBits:
     dtype: str
     shape: tuple[int, ...]
     bits: Any
+    steps: Steps | None = None
+    """That led to it from the box of the version before, where a lossy encoding made it."""
 
     @property
     def nbytes(self) -> int:
@@ -234,6 +285,12 @@ def join_catalogues(
             f"expected one version from ranks of their own, found versions {versions} from ranks "
             f"{[one.rank for one in every]}; publish the same version on each rank once"
         )
+    lossy = every[0].lossy
+    if any(one.lossy != lossy for one in every):
+        raise TransferRefused(
+            f"expected ranks that may lose the same, found {[one.lossy for one in every]}; make "
+            "their offers with one encoding and one bound"
+        )
     boxes: dict[tuple[str, Box], tuple[HeldPart, list[int]]] = {}
     for one in every:
         for part in one.parts:
@@ -252,7 +309,7 @@ def join_catalogues(
         version=versions[0],
         base_version=base.version if base else None,
         base_root=base.root if base else None,
-        **_summed([part for part, _ in boxes.values()]),
+        **_described([part for part, _ in boxes.values()], lossy),
         holdings=tuple(
             Holding(name=name, offset=box.offset, size=box.size, ranks=tuple(ranks))
             for (name, box), (_, ranks) in boxes.items()
@@ -261,28 +318,57 @@ def join_catalogues(
     )
 
 
-def _summed(parts: Sequence[HeldPart]) -> dict[str, Any]:
-    sums: dict[str, Fingerprint] = {}
-    nan: dict[str, int] = {}
+def _described(parts: Sequence[HeldPart], lossy: Lossy | None) -> dict[str, Any]:
+    """Entries, root and loss of a version whose ranks hold these boxes."""
+    sums = _summed(parts)
+    nan = dict.fromkeys(sums, 0)
     for part in parts:
-        nan[part.name] = nan.get(part.name, 0) + part.nan
-        value = Fingerprint(part.dtype, part.shape, part.sums, part.cover)
+        nan[part.name] += part.nan
+    entries = {
+        name: Entry(dtype=value.dtype, shape=value.shape, fingerprint=value.hex, nan=nan[name])
+        for name, value in sums.items()
+    }
+    found = {
+        "tensors": entries,
+        "root": root({name: entry.fingerprint for name, entry in entries.items()}),
+    }
+    lossful = {part.name: part for part in parts if part.loss is not None}
+    if not lossful:
+        return found
+    errors = [part.loss.largest_error for part in parts if part.loss is not None]
+    if lossy is None or not max(errors) <= lossy.max_error:
+        raise TransferRefused(
+            f"expected errors of at most {lossy.max_error if lossy else 0}, found {max(errors)}; "
+            "make the offers with the bound that the plan declares"
+        )
+    source = _summed([part for part in parts if part.name in lossful], source=True)
+    loss = CatalogueLoss(
+        encoding=lossy.encoding,
+        max_error=lossy.max_error,
+        largest_error=max(errors),
+        source={name: value.hex for name, value in source.items()},
+    )
+    return found | {"loss": loss}
+
+
+def _summed(parts: Sequence[HeldPart], *, source: bool = False) -> dict[str, Fingerprint]:
+    """Of whole tensors, by sorted name: as they are served, or as the trainer has them."""
+    sums: dict[str, Fingerprint] = {}
+    for part in parts:
+        held = part.loss.sums if source and part.loss is not None else part.sums
+        value = Fingerprint(part.dtype, part.shape, held, part.cover)
         try:
             sums[part.name] = sums[part.name] + value if part.name in sums else value
         except FingerprintError as error:
             raise TransferRefused(f"{part.name}: {error}", where=part.name) from error
-    entries = {}
-    for name, value in sorted(sums.items()):
+    for name, value in sums.items():
         if not value.complete:
             raise TransferRefused(
                 f"{name}: expected ranks that together hold each element of {value.shape} once, "
                 "found a gap or boxes that overlap in part; publish from every rank",
                 where=name,
             )
-        entries[name] = Entry(
-            dtype=value.dtype, shape=value.shape, fingerprint=value.hex, nan=nan[name]
-        )
-    return {"tensors": entries, "root": root({n: e.fingerprint for n, e in entries.items()})}
+    return dict(sorted(sums.items()))
 
 
 def read_catalogue(value: Any) -> Catalogue:

@@ -6,13 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from shiftbook.checkpoint.errors import BaseRefused, TransferRefused
-from shiftbook.checkpoint.patch import encode_patch
+from shiftbook.checkpoint.patch import Lossy, encode_patch
 from shiftbook.checkpoint.transfer.budget import Budget
 from shiftbook.checkpoint.transfer.catalogue import (
     Catalogue,
@@ -23,6 +23,7 @@ from shiftbook.checkpoint.transfer.catalogue import (
     held_bits,
     join_catalogues,
 )
+from shiftbook.checkpoint.transfer.lossy import lossy_box, steps_of
 from shiftbook.checkpoint.transfer.parcel import (
     MOST_BOXES,
     BoxName,
@@ -65,6 +66,10 @@ def _compile_patches(boxes: Mapping[str, Iterable[HeldBits]]) -> None:
         encode_patch(one, other, base_version=0, version=1, nan="carry")
 
 
+def _bits_of(held: HeldBits, asked: BoxName) -> tuple[str, Any]:
+    return held.dtype, held.bits[asked.box.window(held.box)]
+
+
 @dataclass
 class Served:
     """What a rank has sent so far."""
@@ -79,13 +84,20 @@ class Served:
 class Offers:
     """The versions that one rank serves. Every method may be called from any thread.
 
-    `limit_bytes` bounds what answers under way take beside the versions themselves.
+    With `lossy`, which the plan must declare, a version may differ from the trainer's within that
+    bound; all receivers get the same bits, and the next difference contains what this one left
+    over. `limit_bytes` bounds what answers under way take beside the versions themselves.
     """
 
     def __init__(
-        self, rank: int = 0, *, limit_bytes: int = LIMIT_BYTES, hold_s: float = 60.0
+        self,
+        rank: int = 0,
+        *,
+        lossy: Lossy | None = None,
+        limit_bytes: int = LIMIT_BYTES,
+        hold_s: float = 60.0,
     ) -> None:
-        self.rank = rank
+        self.rank, self._lossy = rank, lossy
         self.served = Served()
         self.budget = Budget(limit_bytes, hold_s=hold_s)
         self._changed = threading.Condition()
@@ -97,6 +109,7 @@ class Offers:
         tensors: Mapping[str, Any] | Iterable[Shard],
         *,
         exchange: Exchange | None = None,
+        anchor: bool = False,
         threads: int = 1,
     ) -> Catalogue:
         """Copy what this rank holds to host memory and serve it; the trainer may go on at once.
@@ -104,9 +117,10 @@ class Offers:
         `tensors` are whole ones or DTensors by name, or shards. Without `exchange` this rank alone
         holds the version; with it every rank publishes. The version before is kept as the base
         of differences, older ones go. Raises TransferRefused where the ranks' boxes do not make
-        whole tensors, and where the version is not a newer one.
+        whole tensors, and where the version is not a newer one. An `anchor` loses nothing: ranks
+        that were started anew hold nothing of what the others lost before.
         """
-        local = self.stage(version, tensors, threads=threads)
+        local = self.stage(version, tensors, anchor=anchor, threads=threads)
         try:
             every = [local] if exchange is None else exchange(local)
             catalogue = join_catalogues(every, base=self.newest())
@@ -117,7 +131,12 @@ class Offers:
         return catalogue
 
     def stage(
-        self, version: int, tensors: Mapping[str, Any] | Iterable[Shard], *, threads: int = 1
+        self,
+        version: int,
+        tensors: Mapping[str, Any] | Iterable[Shard],
+        *,
+        anchor: bool = False,
+        threads: int = 1,
     ) -> LocalCatalogue:
         """The first half of `publish`: keep the boxes and describe them; nobody can pull yet."""
         newest = self.newest()
@@ -132,16 +151,23 @@ class Offers:
             else tensors
         )
         boxes: dict[str, list[HeldBits]] = {}
-        for shard in shards:
-            boxes.setdefault(shard.name, []).append(held_bits(shard))
-        parts = tuple(
-            described(name, held, threads=threads) for name in sorted(boxes) for held in boxes[name]
-        )
+        parts = []
+        base = None if newest is None or anchor else self._versions.get(newest.version)
+        for shard in sorted(shards, key=lambda one: one.name):
+            exact = held_bits(shard)
+            held, loss = exact, None
+            if self._lossy is not None and base is not None:
+                held, loss = lossy_box(shard.name, exact, base.boxes, self._lossy, threads)
+            boxes.setdefault(shard.name, []).append(held)
+            part = described(shard.name, held, threads=threads)
+            parts.append(part if loss is None else part.model_copy(update={"loss": loss}))
         if newest is not None:
             _compile_patches(boxes)
         with self._changed:
             self._versions[version] = _Version(boxes)
-        return LocalCatalogue(rank=self.rank, version=version, parts=parts)
+        return LocalCatalogue(
+            rank=self.rank, version=version, parts=tuple(parts), lossy=self._lossy
+        )
 
     def open(self, catalogue: Catalogue) -> None:
         """The second half of `publish`: serve a staged version under its catalogue."""
@@ -153,10 +179,20 @@ class Offers:
                     f"{sorted(self._versions)}; stage it first"
                 )
             staged.catalogue = catalogue
+            self._drop_steps(but=catalogue.version)
             opened = sorted(v for v, one in self._versions.items() if one.catalogue is not None)
             for old in opened[:-KEPT_VERSIONS]:
                 del self._versions[old]
             self._changed.notify_all()
+
+    def _drop_steps(self, but: int) -> None:
+        """Only differences to the newest version are made; a base needs its bits alone."""
+        for version, one in self._versions.items():
+            if version != but and one.catalogue is not None:
+                one.boxes = {
+                    name: [replace(held, steps=None) for held in every]
+                    for name, every in one.boxes.items()
+                }
 
     def withdraw(self, version: int) -> None:
         """Offer a version no more."""
@@ -190,13 +226,14 @@ class Offers:
                 f"expected 1 to {MOST_BOXES} boxes in a ticket, found {len(ticket.boxes)}"
             )
         new = self._version(ticket.version)
-        found = [self._box(new, asked, ticket.version) for asked in ticket.boxes]
+        held = [self._box(new, asked, ticket.version) for asked in ticket.boxes]
+        found = [_bits_of(one, asked) for one, asked in zip(held, ticket.boxes, strict=True)]
         nbytes = sum(int(bits.nbytes) for _, bits in found)
         with self.budget.taken(2 * nbytes if ticket.base_version is not None else nbytes):
             if ticket.base_version is None:
                 buffers = self._whole(ticket, found)
             else:
-                buffers = self._patch(ticket, new, found, nbytes)
+                buffers = self._patch(ticket, new, held, found, nbytes)
             yield buffers
         with self.served.lock:
             self.served.parcels += 1
@@ -216,10 +253,10 @@ class Offers:
             )
         return found
 
-    def _box(self, version: _Version, asked: BoxName, number: int) -> tuple[str, Any]:
+    def _box(self, version: _Version, asked: BoxName, number: int) -> HeldBits:
         for held in version.boxes.get(asked.name, ()):
             if len(asked.offset) == len(asked.size) and asked.box.inside(held.box):
-                return held.dtype, held.bits[asked.box.window(held.box)]
+                return held
         raise TransferRefused(
             f"{asked.name}: expected a box that rank {self.rank} holds of version {number}, was "
             f"asked for {asked.size} at {asked.offset}; go by the catalogue of this version",
@@ -239,7 +276,12 @@ class Offers:
         return sealed(head, [part.data for part in flat if part.size])
 
     def _patch(
-        self, ticket: Ticket, new: _Version, found: list[tuple[str, Any]], nbytes: int
+        self,
+        ticket: Ticket,
+        new: _Version,
+        held: list[HeldBits],
+        found: list[tuple[str, Any]],
+        nbytes: int,
     ) -> list[Any]:
         assert new.catalogue is not None
         base = self._versions.get(ticket.base_version or 0)
@@ -252,10 +294,10 @@ class Offers:
         before = {}
         for number, asked in enumerate(ticket.boxes):
             try:
-                dtype, bits = self._box(base, asked, ticket.base_version or 0)
+                old = self._box(base, asked, ticket.base_version or 0)
             except TransferRefused as error:  # other shapes, or held elsewhere in that version
                 raise BaseRefused(str(error), where=asked.name) from error
-            before[str(number)] = host_place(dtype, bits)
+            before[str(number)] = host_place(*_bits_of(old, asked))
         after = {str(i): host_place(dtype, bits) for i, (dtype, bits) in enumerate(found)}
         if any(before[i].dtype != after[i].dtype for i in after):
             raise BaseRefused("a tensor has another dtype than in the base; pull the whole weights")
@@ -264,6 +306,8 @@ class Offers:
             after,
             base_version=ticket.base_version or 0,
             version=ticket.version,
+            lossy=self._lossy,
+            steps=steps_of(held, ticket.boxes),
             nan="carry",
         )
         if len(patch) >= nbytes:

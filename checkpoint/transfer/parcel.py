@@ -100,11 +100,18 @@ def box_fingerprint(dtype: str, bits: Any) -> str:
     return fingerprint(bits, dtype=dtype).hex
 
 
-def unpack(data: memoryview, ticket: Ticket, places: Sequence[Place]) -> int:
+def unpack(
+    data: memoryview,
+    ticket: Ticket,
+    places: Sequence[Place],
+    *,
+    accept_error: float | None = None,
+) -> int:
     """Check a parcel and put its boxes where they belong; the number of bytes is returned.
 
-    Each box is checked before it is written. Raises TransferDamaged, or BaseRefused where a
-    difference does not belong on what stands in the places.
+    Each box is checked before it is written. A difference that was coded with a loss needs
+    `accept_error`, the bound that the receiver's plan declares. Raises TransferDamaged, or
+    BaseRefused where a difference does not belong on what stands in the places.
     """
     head, payload = _opened(data)
     wanted = (ticket.version, ticket.base_version if head.encoding == "patch" else None)
@@ -115,7 +122,7 @@ def unpack(data: memoryview, ticket: Ticket, places: Sequence[Place]) -> int:
             "answers something else than it was asked"
         )
     if head.encoding == "patch":
-        _apply(payload, ticket, places)
+        _apply(payload, ticket, places, accept_error)
     else:
         _write(payload, head, ticket, places)
     return len(data)
@@ -161,12 +168,18 @@ def _write(payload: memoryview, head: Head, ticket: Ticket, places: Sequence[Pla
         place.bits[...] = bits
 
 
-def _apply(payload: memoryview, ticket: Ticket, places: Sequence[Place]) -> None:
+def _apply(
+    payload: memoryview, ticket: Ticket, places: Sequence[Place], accept_error: float | None
+) -> None:
     named = {str(number): _units(place) for number, place in enumerate(places)}
     try:
-        done = apply_patch(bytes(payload), named, version=ticket.base_version)
+        done = apply_patch(
+            bytes(payload), named, version=ticket.base_version, accept_error=accept_error
+        )
     except PatchDamaged as error:
-        raise TransferDamaged(str(error), where=_named(error.tensor, ticket)) from error
+        name = _named(error.tensor, ticket)
+        said = f"{name}: {error}" if name else str(error)
+        raise TransferDamaged(said, where=name) from error
     except PatchRefused as error:
         raise BaseRefused(
             f"{_named(error.tensor, ticket) or 'a difference'}: {error}",

@@ -33,6 +33,7 @@ from shiftbook.checkpoint.transfer.parcel import unpack
 from shiftbook.checkpoint.transfer.plan import Order, Stored, orders
 from shiftbook.checkpoint.transfer.pull import Pull, Pulled, parcel_bytes
 from shiftbook.checkpoint.transfer.staging import Staging
+from shiftbook.ledger.plan import SyncPlan
 
 LIMIT_BYTES = 192 << 20
 """Of parcels under way, beside the second copy."""
@@ -40,6 +41,7 @@ VERDICT_S = 60.0
 ASK_S = 5.0
 """A question that waits is asked again after this time."""
 DESK_TRIES = 3
+LOSSLESS = SyncPlan()
 
 Install = Callable[[Mapping[str, Any]], bool | None]
 """Loads the tensors (bits by stored name) into the engine; what it raises keeps the old version.
@@ -63,8 +65,9 @@ class Receiver:
     """Pulls, checks and takes versions for one rank of a target.
 
     `links` lead to the sources, the first one to that with the desk. `layouts` say what this rank
-    stores. `limit_bytes` bounds what is under way beside the second copy, which lies in memory or,
-    with `spool`, in a file in that folder.
+    stores, `syncs` what its plan declares: a version that lost more is refused. `limit_bytes`
+    bounds what is under way beside the second copy, which lies in memory or, with `spool`, in a
+    file in that folder.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Receiver:
         *,
         rank: int = 0,
         ranks: int = 1,
+        syncs: SyncPlan = LOSSLESS,
         incarnation: str | None = None,
         limit_bytes: int = LIMIT_BYTES,
         spool: Path | None = None,
@@ -86,7 +90,7 @@ class Receiver:
             raise TransferRefused("expected links to sources, found none; name where they serve")
         self.target, self.rank, self.ranks = target, rank, ranks
         self.incarnation = incarnation or uuid.uuid4().hex
-        self._links, self._layouts = list(links), dict(layouts)
+        self._links, self._layouts, self._syncs = list(links), dict(layouts), syncs
         self._limit_bytes, self._spool = limit_bytes, spool
         self._verdict_s, self._threads = verdict_s, threads
         self._transport = transport or type(links[0]).__name__.removesuffix("Link").lower()
@@ -144,6 +148,7 @@ class Receiver:
         self._missed = catalogue.version
         began_s = time.monotonic()
         try:
+            self._check_loss(catalogue)
             staging, synced = self._gather(catalogue, whole, began_s)
             with staging:
                 self._agree(catalogue, staging, synced, loaded=install is not None)
@@ -197,6 +202,20 @@ class Receiver:
                     where=self.target,
                 )
 
+    def _check_loss(self, catalogue: Catalogue) -> None:
+        """Raise TransferRefused for a version that lost more than this target's plan declares."""
+        loss = catalogue.loss
+        if loss is None:
+            return
+        objection = self._syncs.objection(loss.encoding, loss.max_error, loss.largest_error)
+        if objection is not None:
+            raise TransferRefused(
+                f"{self.target}: expected version {catalogue.version} within the plan's syncs, "
+                f"found {objection}; publish it without loss, or declare syncs.encoding and "
+                "syncs.max_error",
+                where=self.target,
+            )
+
     def _gather(self, catalogue: Catalogue, whole: bool, began_s: float) -> tuple[Staging, Synced]:
         """A second copy that holds the version, as a difference where that can be had."""
         based = (
@@ -226,11 +245,12 @@ class Receiver:
         )
         resumed = staging.resumed
         try:
-            pulled = self._pull(todo, staging)
+            accept_error = None if catalogue.loss is None else self._syncs.max_error
+            pulled = self._pull(todo, staging, accept_error)
             if resumed and self._differs_from_sources(catalogue, staging):
                 # A machine that went down in mid-write leaves a file that its journal promises.
                 staging.again()
-                pulled = self._pull(todo, staging)
+                pulled = self._pull(todo, staging, accept_error)
         except BaseException as error:
             staging.close(keep=isinstance(error, SourceLost))
             raise
@@ -245,9 +265,9 @@ class Receiver:
         )
         return staging, synced
 
-    def _pull(self, todo: Sequence[Order], staging: Staging) -> Pulled:
+    def _pull(self, todo: Sequence[Order], staging: Staging, accept_error: float | None) -> Pulled:
         def put(order: Order, data: memoryview) -> None:
-            unpack(data, order.ticket, staging.places(order))
+            unpack(data, order.ticket, staging.places(order), accept_error=accept_error)
             staging.finished(order)
 
         left = [order for order in todo if order.key not in staging.done]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
+from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import TransferRefused
 from shiftbook.checkpoint.transfer.catalogue import Catalogue
 from shiftbook.checkpoint.transfer.desk import Desk, Outcome
@@ -52,18 +53,21 @@ class LedgeredSync:
     ) -> str:
         """Record the intent, and let targets (with so many ranks each) take the version.
 
-        Raises what the gate raises (SyncMustWait, StaleGrant, LedgerUnreachable); nobody gets a
-        verdict then. With an `operation` of one's own a sync begins while the ledger is away too.
+        Raises what the gate raises (SyncMustWait, StaleGrant, LossNotDeclared, LedgerUnreachable);
+        nobody gets a verdict then. With an `operation` of one's own a sync begins while the ledger
+        is away too.
         """
+        source = catalogue.source_fingerprints
         started = WeightSyncStarted(
             attempt=self._attempt,
             version=catalogue.version,
             base_version=catalogue.base_version,
-            source=catalogue.fingerprints if len(catalogue.tensors) <= MAX_NAMED else {},
-            source_root=catalogue.root,
+            source=source if len(source) <= MAX_NAMED else {},
+            source_root=root(source),
             encoding=ENCODING,
             targets=tuple(targets),
             epoch=self._epoch,
+            lossy=catalogue.sync_loss,
         )
         self.unwritten = []
         try:

@@ -17,6 +17,9 @@ class SyncLoss(Part):
     """As the sender measured it, over all elements."""
     root: Hex128
     """Root over the fingerprints of what receivers hold then; that of the source is another."""
+    whole: Literal["decoded"] | None = None
+    """What who takes the version whole gets: `decoded` is what the patches lead to, so that all
+    hold one policy; absent where it is the source's weights."""
 
 
 class WeightSyncStarted(Event):

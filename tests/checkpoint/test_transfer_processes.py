@@ -21,21 +21,23 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shiftbook.checkpoint.patch import Lossy
 from shiftbook.checkpoint.transfer.boxes import Box, whole
 from shiftbook.checkpoint.transfer.catalogue import join_catalogues
 from shiftbook.checkpoint.transfer.certificates import make_certificates
+from shiftbook.checkpoint.transfer.offers import Offers
 from tests.checkpoint.transfer_process import digest, local, weights
-from tests.checkpoint.transfer_states import layouts
+from tests.checkpoint.transfer_states import layouts, shards
 
 ROOT = Path(__file__).parents[2]
 EIGHT = {"a": 1, "b": 1, "c": 2, "d": 4}
 """Engines by their ranks: eight receivers."""
 
 
-def expected(version: int, rank: int, ranks: int) -> str:
-    """The digest of what a rank has to serve."""
+def expected(version: int, rank: int, ranks: int, new: Mapping[str, Any] | None = None) -> str:
+    """The digest of what a rank has to serve, of `new` where that is not the trainer's version."""
     found = {}
-    new = weights(version)
+    new = weights(version) if new is None else new
     for name, stored in layouts(rank, ranks).items():
         array = np.zeros(stored.layout.stored, dtype=stored.dtype)
         for piece in stored.layout.pieces:
@@ -92,6 +94,10 @@ class World:
     trainer_ranks: int = 4
     stall_s: float = 20.0
     verdict_s: float = 90.0
+    max_error: float | None = None
+    """Of lossy patches; the engine `strict` does not declare them."""
+    loads: bool = False
+    """The engines keep what they take in a form of their own."""
     grouped: bool = False
     """The trainer ranks stand in one process group and publish DTensors together."""
     trainers: list[Process] = field(default_factory=list)
@@ -114,6 +120,9 @@ class World:
 
             self.store = serve_store()
             self.how["store"] = self.store.port
+        self.how["loads"] = self.loads
+        if self.max_error is not None:
+            self.how["max_error"] = self.max_error
         if self.grouped:
             self.how["group"] = str(self.folder / "group")
         for rank in range(self.trainer_ranks):
@@ -129,6 +138,8 @@ class World:
 
     def receiver(self, target: str, rank: int, **more: Any) -> Process:
         ranks = self.engines[target]
+        if self.max_error is not None and target != "strict":
+            more["syncs"] = {"encoding": "int8-difference", "max_error": self.max_error}
         return Process.start(
             role="receiver", target=target, rank=rank, ranks=ranks, **self.how, **more
         )
@@ -191,7 +202,9 @@ def check_all(world: World, answers: Mapping[tuple[str, int], Any], version: int
     for (target, rank), answer in answers.items():
         assert "error" not in answer, (target, rank, answer)
         assert (answer["version"], answer["encoding"]) == (version, how), (target, rank)
-        assert answer["digest"] == expected(version, rank, world.engines[target]), (target, rank)
+        wanted = expected(version, rank, world.engines[target])
+        assert answer["digest"] == wanted, (target, rank)
+        assert answer["loaded"] in (None, wanted), (target, rank)
 
 
 def test_two_trainer_ranks_and_an_engine_of_two(worlds: Any) -> None:
@@ -201,6 +214,55 @@ def test_two_trainer_ranks_and_an_engine_of_two(worlds: Any) -> None:
         world.publish(version)
         check_all(world, world.sync(), version, how)
         assert world.outcomes()["e"]["outcome"] == "serving"
+
+
+def served_with_a_loss(versions: int, max_error: float) -> list[dict[str, Any]]:
+    """What two trainer ranks serve of each version, as their own offers in this process make it."""
+    offers = [Offers(rank, lossy=Lossy(max_error=max_error)) for rank in range(2)]
+    found = []
+    for version in range(1, versions + 1):
+        new = weights(version, lossy=True)
+        catalogue = join_catalogues([o.stage(version, shards(new, o.rank, 2)) for o in offers])
+        served = {name: array.copy() for name, array in new.items()}
+        for one in offers:
+            one.open(catalogue)
+            for name, every in one._versions[version].boxes.items():
+                for held in every:
+                    window = held.box.window(whole(held.shape))
+                    served[name][window] = held.bits.view(served[name].dtype)
+        found.append(served)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("transport", ["flight", "cluster"])
+def test_lossy_versions_reach_who_declared_them(worlds: Any, transport: str) -> None:
+    """Two trainer ranks, engines of one and two, and one that did not declare a loss: that one is
+    refused its second version and serves nothing, the others hold one policy within the bound."""
+    bound = 1e-4
+    engines = {"one": 1, "two": 2, "strict": 1}
+    world = worlds(transport, engines, trainer_ranks=2, max_error=bound)
+    for version, served in enumerate(served_with_a_loss(3, bound), 1):
+        world.publish(version)
+        answers = world.sync()
+        for (target, rank), answer in answers.items():
+            if target == "strict" and version > 1:
+                assert "the plan does not declare" in answer["error"]
+                assert not answer["serving"]
+                continue
+            assert answer["encoding"] == ("whole" if version == 1 else "patch"), answer
+            assert answer["digest"] == expected(version, rank, engines[target], served), target
+        outcomes = {target: one["outcome"] for target, one in world.outcomes().items()}
+        strict = "serving" if version == 1 else "failed"
+        assert outcomes == {"one": "serving", "two": "serving", "strict": strict}
+        away = [
+            np.abs(served[name].astype("f8") - exact.astype("f8")).max(initial=0)
+            for name, exact in weights(version, lossy=True).items()
+            if exact.dtype.kind == "f"
+        ]
+        assert max(away) <= bound
+        assert (max(away) > 0) == (version > 1)
 
 
 @pytest.mark.slow
@@ -227,6 +289,48 @@ def test_four_trainer_ranks_and_eight_receivers(worlds: Any, transport: str) -> 
         assert all(o["transport"] == transport for o in outcomes.values())
         if how == "patch":
             assert all(o["moved_bytes"] < o["full_bytes"] / 2 for o in outcomes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["breaks", "dies"])
+def test_all_ranks_of_an_engine_load_a_version_or_none(worlds: Any, fault: str) -> None:
+    """An engine of two ranks, each with its own slices, that keeps them in a form of its own.
+
+    Rank 1 breaks half-way through loading version 2, or is killed there, after both ranks were told
+    to commit: rank 0 loads version 1 again, though its own load went well, and neither serves. What
+    counts as delivered is the merged fingerprint of what was handed to both.
+    """
+    world = worlds("flight", {"pair": 2}, trainer_ranks=2, verdict_s=15.0, loads=True)
+    world.publish(1)
+    check_all(world, world.sync(), 1, "whole")
+    first = world.outcomes()["pair"]
+    assert (first["outcome"], first["root"], first["loaded"]) == ("serving", world.root, True)
+
+    world.publish(2, limit_s=20.0)
+    world.receivers["pair", 0].tell(wait_s=30)
+    world.receivers["pair", 1].tell(wait_s=30, fault=fault)
+    answers = {0: world.receivers["pair", 0].hear()}
+    if fault == "dies":
+        assert world.receivers["pair", 1].child.wait(60) == -signal.SIGKILL
+        world.receivers["pair", 1].kill()  # closes its pipes
+    else:
+        answers[1] = world.receivers["pair", 1].hear()
+        assert "half of it was written" in answers[1]["error"]
+    for rank, answer in answers.items():
+        assert (answer["version"], answer["serving"]) == (1, False), answer
+        assert answer["loaded"] == expected(1, rank, 2)
+    assert answers[0]["loads"] == 3  # version 1, version 2, and back
+    outcome = world.outcomes()["pair"]
+    assert outcome["outcome"] == ("failed" if fault == "breaks" else "lost")
+
+    if fault == "dies":
+        world.receivers["pair", 1] = world.receiver("pair", 1)
+        world.receivers["pair", 1].hear()
+    world.publish(3)
+    check_all(world, world.sync(), 3, "whole")
+    last = world.outcomes()["pair"]
+    assert (last["outcome"], last["root"], last["loaded"]) == ("serving", world.root, True)
 
 
 @pytest.mark.slow

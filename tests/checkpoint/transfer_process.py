@@ -11,10 +11,14 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shiftbook.checkpoint.errors import TransferError
+from shiftbook.checkpoint.patch import Lossy
 from shiftbook.checkpoint.transfer.catalogue import Catalogue, LocalCatalogue
 from shiftbook.checkpoint.transfer.certificates import ServerFiles
 from shiftbook.checkpoint.transfer.link import Link
@@ -23,14 +27,16 @@ from shiftbook.checkpoint.transfer.receiver import Receiver
 from shiftbook.checkpoint.transfer.source import Source
 from shiftbook.checkpoint.transfer.staging import Staging
 from shiftbook.checkpoint.transfer.tokens import issue_token
-from tests.checkpoint.transfer_states import SECRET, layouts, nudged, shards, state
+from shiftbook.ledger.plan import SyncPlan
+from tests.checkpoint.transfer_states import SECRET, drifted, layouts, nudged, shards, state
 
 
-def weights(version: int) -> dict[str, Any]:
-    """The same in every process: version 1, and small changes of it."""
+def weights(version: int, lossy: bool = False) -> dict[str, Any]:
+    """The same in every process: version 1, and small changes of it; where patches may lose
+    something, changes of every element."""
     found = state(1)
     for later in range(2, version + 1):
-        found = nudged(found, later)
+        found = drifted(found) if lossy else nudged(found, later)
     return found
 
 
@@ -90,7 +96,9 @@ def trainer(how: dict[str, Any]) -> None:
     from shiftbook.checkpoint.transfer.desk import Desk
 
     rank, ranks = how["rank"], how["ranks"]
-    offers, desk = Offers(rank), Desk() if rank == 0 else None
+    bound = how.get("max_error")
+    lossy = None if bound is None else Lossy(max_error=bound)
+    offers, desk = Offers(rank, lossy=lossy), Desk() if rank == 0 else None
     served: Any
     if how["transport"] == "flight":
         from shiftbook.checkpoint.transfer.flight import FlightSource
@@ -116,7 +124,8 @@ def trainer(how: dict[str, Any]) -> None:
                 say({"version": catalogue.version, "root": catalogue.root})
             case "stage":
                 version = asked["version"]
-                local = offers.stage(version, shards(weights(version), rank, ranks))
+                mine = shards(weights(version, lossy is not None), rank, ranks)
+                local = offers.stage(version, mine)
                 say(local.model_dump(mode="json"))
             case "open":
                 catalogue = Catalogue.model_validate(asked["catalogue"])
@@ -165,6 +174,33 @@ def die_after(parcels: int) -> None:
     Staging.finished = last  # type: ignore[method-assign]
 
 
+class Loaded:
+    """One rank of an engine that keeps its slices in a form of its own: every array turned around.
+
+    `fault` is what happens at the next load: it breaks half-way, or the process is killed.
+    """
+
+    def __init__(self) -> None:
+        self.fault = ""
+        self.loads = 0
+        self._packed: dict[str, Any] = {}
+
+    def install(self, arrays: Mapping[str, Any]) -> None:
+        """Load; what the receiver hands over is not kept."""
+        fault, self.fault = self.fault, ""
+        for number, (name, array) in enumerate(arrays.items()):
+            self._packed[name] = np.ascontiguousarray(array.T)
+            if fault and number == len(arrays) // 2:
+                if fault == "dies":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("half of it was written")
+        self.loads += 1
+
+    def digest(self) -> str:
+        """Of what it would compute with, in the receiver's form."""
+        return digest({name: np.ascontiguousarray(a.T) for name, a in self._packed.items()})
+
+
 def receiver(how: dict[str, Any]) -> None:
     """One rank of an engine."""
     target, rank, ranks = how["target"], how["rank"], how["ranks"]
@@ -176,17 +212,25 @@ def receiver(how: dict[str, Any]) -> None:
         layouts(rank, ranks),
         rank=rank,
         ranks=ranks,
+        syncs=SyncPlan.model_validate(how.get("syncs", {})),
         limit_bytes=8 << 20,
         verdict_s=how["verdict_s"],
         spool=Path(how["spool"]) if how.get("spool") else None,
     )
+    loaded = Loaded() if how.get("loads") else None
+    install = None if loaded is None else loaded.install
     say({"ready": target})
     for line in sys.stdin:
         asked = json.loads(line)
+        if loaded is not None:
+            loaded.fault = asked.get("fault", "")
         try:
-            done = mine.sync(wait_s=asked["wait_s"])
+            done = mine.sync(wait_s=asked["wait_s"], install=install)
         except TransferError as error:
-            say({"error": f"{type(error).__name__}: {error}", "serving": mine.serving})
+            said = {"error": f"{type(error).__name__}: {error}", "serving": mine.serving}
+            if loaded is not None:
+                said |= {"version": mine.version, "loaded": loaded.digest(), "loads": loaded.loads}
+            say(said)
             continue
         say(
             {
@@ -195,6 +239,7 @@ def receiver(how: dict[str, Any]) -> None:
                 "moved_bytes": done.moved_bytes,
                 "resumed": done.resumed,
                 "digest": digest(dict(mine.tensors)),
+                "loaded": None if loaded is None else loaded.digest(),
             }
         )
 

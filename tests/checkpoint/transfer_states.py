@@ -22,6 +22,7 @@ from shiftbook.checkpoint.layouts import (
     split,
     stack,
 )
+from shiftbook.checkpoint.patch import Lossy
 from shiftbook.checkpoint.transfer.catalogue import Catalogue, Shard, join_catalogues
 from shiftbook.checkpoint.transfer.certificates import ServerFiles, make_certificates
 from shiftbook.checkpoint.transfer.desk import Desk
@@ -74,6 +75,16 @@ def nudged(old: State, seed: int, share: float = 0.01) -> State:
             where = rng.integers(0, flat.size, size=max(1, round(flat.size * share)))
             flat[where] *= flat.dtype.type(1.01)
     return new
+
+
+def drifted(old: State) -> State:
+    """Every number moves a little, all in one direction: an update that has no short difference."""
+    return {
+        name: np.asarray(array + 1e-3 * (1 + 0.5 * np.sin(array)), dtype=array.dtype)
+        if array.dtype.kind == "f"
+        else array
+        for name, array in old.items()
+    }
 
 
 def shards(weights: Mapping[str, Any], rank: int, ranks: int) -> list[Shard]:
@@ -159,12 +170,14 @@ class Trainer:
     ranks: int = 2
     limit_bytes: int = 64 << 20
     hold_s: float = 20.0
+    lossy: Lossy | None = None
     desk: Desk = field(default_factory=Desk)
 
     def __post_init__(self) -> None:
         self.files: ServerFiles = make_certificates(self.folder / "tls", ["127.0.0.1"])
         self.offers = [
-            Offers(r, limit_bytes=self.limit_bytes, hold_s=self.hold_s) for r in range(self.ranks)
+            Offers(r, lossy=self.lossy, limit_bytes=self.limit_bytes, hold_s=self.hold_s)
+            for r in range(self.ranks)
         ]
         self.served = [self.serve(rank) for rank in range(self.ranks)]
 
@@ -173,10 +186,15 @@ class Trainer:
         source = Source(self.offers[rank], self.desk if rank == 0 else None)
         return FlightSource(source, self.files, SECRET, port=port)
 
-    def publish(self, version: int, weights: Mapping[str, Any]) -> Catalogue:
+    def publish(
+        self, version: int, weights: Mapping[str, Any], *, anchor: bool = False
+    ) -> Catalogue:
         """On every rank."""
         base = self.offers[0].newest()
-        local = [o.stage(version, shards(weights, o.rank, self.ranks)) for o in self.offers]
+        local = [
+            o.stage(version, shards(weights, o.rank, self.ranks), anchor=anchor)
+            for o in self.offers
+        ]
         catalogue = join_catalogues(local, base=base)
         for offers in self.offers:
             offers.open(catalogue)

@@ -22,7 +22,7 @@ from shiftbook.ledger.events import state as state_events
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.evidence import write_segment
 from shiftbook.ledger.ledger import Ledger
-from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, UpdatePlan
+from shiftbook.ledger.plan import DataPlan, MovePlan, Plan, SamplingPlan, SyncPlan, UpdatePlan
 from shiftbook.ledger.topology import Device, Topology
 
 START_NS = 1_700_000_000_000_000_000
@@ -42,7 +42,7 @@ def sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def sample_plan(*, mode: str = "act", iterations: int = 8) -> Plan:
+def sample_plan(*, mode: str = "act", iterations: int = 8, syncs: SyncPlan | None = None) -> Plan:
     """A plan as the reference job declares it."""
     return Plan(
         seed=7,
@@ -57,6 +57,7 @@ def sample_plan(*, mode: str = "act", iterations: int = 8) -> Plan:
         sampling=SamplingPlan(),
         update=UpdatePlan(prompts_per_update=4, group_size=2, virtual_ranks=4, learning_rate=1e-4),
         moves=MovePlan(mode=mode),  # type: ignore[arg-type]
+        syncs=syncs or SyncPlan(),
     )
 
 
@@ -100,7 +101,7 @@ class Writer:
         """Append one event; its position."""
         return self.ledger.append(self.job, Draft(event, operation=operation)).last
 
-    def open(self, *, mode: str = "act") -> None:
+    def open(self, *, mode: str = "act", syncs: SyncPlan | None = None) -> None:
         """Open the job and start its first attempt."""
         self.put(
             job_events.JobOpened(
@@ -112,7 +113,7 @@ class Writer:
                     name: job_events.ElasticRange(minimum=0, maximum=2)
                     for name in ("rollout", "tool", "inference", "trainer")
                 },
-                plan=sample_plan(mode=mode),
+                plan=sample_plan(mode=mode, syncs=syncs),
                 job_path="jobs:reference",
             )
         )

@@ -24,6 +24,7 @@ from tests.verify.test_faults import shift
 
 LOSSY_ROOT = h128("version 1 with a loss")
 LOSS = SyncLoss(encoding="int8-difference", max_error=1e-3, largest_error=4e-4, root=LOSSY_ROOT)
+DECODED = LOSS.model_copy(update={"whole": "decoded"})
 DECLARED = SyncPlan(encoding="int8-difference", max_error=2e-3)
 
 
@@ -98,19 +99,40 @@ def test_engines_must_hold_what_the_patch_leads_to(
     assert delivered[0].position > at
 
 
+@pytest.mark.parametrize("encoding", ["whole", "patch"])
+def test_whole_weights_may_be_what_the_patches_lead_to(tmp_path: Path, encoding: str) -> None:
+    """Where the sync says so; and then the source's weights are another policy than the others'."""
+    run, at = lossy_run(DECLARED, DECODED, encoding)
+    assert not judged(run, tmp_path).findings
+    deliveries = [
+        e
+        for e in run.entries[at:]
+        if isinstance(e.event, WeightSyncDelivered) and e.operation == run.entries[at].operation
+    ]
+    started = run.entries[at].event
+    assert isinstance(started, WeightSyncStarted)
+    (tmp_path / "other").mkdir()
+    deliveries[0].change(root=started.source_root)
+    (finding, *_) = judged(run, tmp_path / "other").findings
+    assert finding.invariant == "I6"
+    assert "as it was sent" in finding.expected
+
+
 @pytest.mark.parametrize(
-    ("root", "after", "named"),
+    ("loss", "root", "after", "named"),
     [
-        (LOSSY_ROOT, "sync", set()),
-        (h128("overwritten"), "sync", {"I6", "I8", "I17b"}),
-        (LOSSY_ROOT, "start", {"I6", "I8", "I17b"}),  # who starts takes the weights whole
+        (LOSS, LOSSY_ROOT, "sync", set()),
+        (LOSS, h128("overwritten"), "sync", {"I6", "I8", "I17b"}),
+        (LOSS, LOSSY_ROOT, "start", {"I6", "I8", "I17b"}),  # who starts takes the weights whole
+        (DECODED, LOSSY_ROOT, "start", set()),
+        (DECODED, h128("overwritten"), "start", {"I6", "I8", "I17b"}),
     ],
 )
 def test_a_first_use_reads_what_the_patch_leads_to(
-    tmp_path: Path, root: str, after: str, named: set[str]
+    tmp_path: Path, loss: SyncLoss, root: str, after: str, named: set[str]
 ) -> None:
     """Neither a second policy of that version (I8) nor weights that were overwritten (I6, I17b)."""
-    run, at = lossy_run(DECLARED)
+    run, at = lossy_run(DECLARED, loss)
     operation = run.entries[at].operation
     events = [e.event for e in run.entries if e.operation == operation]
     delivered = next(e for e in events if isinstance(e, WeightSyncDelivered))

@@ -16,16 +16,20 @@ class LossyRoots:
     """
 
     def __init__(self) -> None:
-        self._roots: dict[int, set[str]] = {}
+        self._roots: dict[int, dict[str, bool]] = {}
+        """By version and root: whether who took that version whole holds it as well."""
 
     def take(self, event: Event) -> None:
         """Note what a sync says; other events say nothing."""
         if isinstance(event, WeightSyncStarted) and event.lossy is not None:
-            self._roots.setdefault(event.version, set()).add(event.lossy.root)
+            roots = self._roots.setdefault(event.version, {})
+            whole = event.lossy.whole == "decoded"
+            roots[event.lossy.root] = whole or roots.get(event.lossy.root, False)
             if len(self._roots) > WINDOW:
                 del self._roots[min(self._roots)]
 
     def explain(self, event: StateFirstUsed) -> bool:
-        """True where an engine reads, after a sync, what a lossy one of its version leads to."""
-        roots = self._roots.get(event.policy_version, ())
-        return event.after == "sync" and event.parts.get(MODEL) in roots
+        """True where an engine reads what a lossy sync of its version leads to: after a sync, and
+        wherever it was brought up where that is what whole weights are."""
+        whole = self._roots.get(event.policy_version, {}).get(event.parts.get(MODEL, ""))
+        return whole is True or (event.after == "sync" and whole is not None)

@@ -11,6 +11,7 @@ from shiftbook.ledger.events.sync import (
     WeightSyncStarted,
 )
 from shiftbook.ledger.events.training import SamplesGenerated
+from shiftbook.ledger.job_state import SyncState
 from shiftbook.ledger.plan import SyncPlan
 from shiftbook.verify.invariants.base import Invariant, Step, listed, short
 from shiftbook.verify.invariants.lossy import LossyRoots
@@ -28,6 +29,8 @@ class SyncEquality(Invariant):
 
     A sync may lose something only where the plan declares it, within the declared bound; a patch
     then leads to the root that the sync states, and an engine that holds it holds the version.
+    Where the sync says that whole weights are what its patches lead to, every engine must hold
+    just that.
     """
 
     id = "I6"
@@ -114,10 +117,7 @@ class SyncEquality(Invariant):
         if sync is None:
             self.missing("a delivery names no started sync")
             return
-        # Weights that were sent whole lose nothing, whatever the sync's patches do.
-        whole = sync.lossy_root is None or event.encoding == "whole"
-        right = (sync.source_root,) if whole else (sync.source_root, sync.lossy_root)
-        good = event.root in right and not event.differing
+        good = event.root in _right_roots(sync, event) and not event.differing
         differing = f"; differing: {listed(event.differing)}" if event.differing else ""
         self.expect(
             good,
@@ -207,3 +207,14 @@ class SyncEquality(Invariant):
                 action="Let an engine serve only after WeightSyncDelivered of its incarnation.",
                 others=(max(held.values(), default=None), step.track.attempt_position),
             )
+
+
+def _right_roots(sync: SyncState, event: WeightSyncDelivered) -> tuple[str, ...]:
+    """What a target of this sync may read."""
+    if sync.lossy_root is None:
+        return (sync.source_root,)
+    if sync.lossy_whole:  # one policy for all, however it came
+        return (sync.lossy_root,)
+    # Weights that were sent whole lose nothing, whatever the sync's patches do.
+    whole = event.encoding == "whole"
+    return (sync.source_root,) if whole else (sync.source_root, sync.lossy_root)
