@@ -24,6 +24,7 @@ from shiftbook.checkpoint.recorder import (
     data_digests,
     dataset_digest,
 )
+from shiftbook.jobs import tokenizer
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.engine_types import TurnRequest, TurnResult
 from shiftbook.jobs.keyed_rng import format_uid
@@ -158,6 +159,18 @@ def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call)
     assert {found[uid].finish_reason for uid in same} == {
         expected[uid].finish_reason for uid in same
     }
+
+
+def test_text_is_read_and_written_as_the_jobs_own_tokens(engine: Call) -> None:
+    """The folder's tokenizer inside vLLM: contexts as text give the turns that ids give."""
+    take(engine, 0)
+    wanted = requests(8)
+    engine("submit", wanted)
+    by_ids = by_uid(engine("finish"))
+    for request, (read, drawn, text) in zip(wanted, engine("from_text", wanted), strict=True):
+        assert read == request.context
+        assert drawn == by_ids[request.uid].tokens
+        assert text == tokenizer.decode(drawn)
 
 
 @pytest.mark.parametrize("caches", ["flush", "salt"])
