@@ -8,12 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from shiftbook.jobs import tokenizer
+from shiftbook.jobs.components import RolloutWorker
 from shiftbook.jobs.engine_types import TurnRequest, TurnResult
 from shiftbook.jobs.keyed_rng import turn_key
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.probe import Probe
 from shiftbook.jobs.serving import ServedEngine, Taken
 from shiftbook.jobs.vllm_engine import Caches, VllmEngine
+from tests.engines.away import SPEC, Away, away_and_back
 from tests.engines.faulty import torn
 
 LANES = 4
@@ -126,6 +128,13 @@ class EngineActor:
             (list(o.prompt_token_ids), list(o.outputs[0].token_ids), o.outputs[0].text)
             for o in outputs
         ]
+
+    def away_and_back(
+        self, requests: list[TurnRequest], start: dict[str, Any], later: dict[str, Any]
+    ) -> Away:
+        """A worker of the job around the process's vLLM, moved in mid-generation."""
+        worker = RolloutWorker(SPEC, {"engine": "vllm", "lanes": LANES})
+        return away_and_back(worker, requests, start, later)
 
     def figures(self) -> dict[str, Any]:
         """Counters and state."""
