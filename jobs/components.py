@@ -18,6 +18,7 @@ from shiftbook.jobs.errors import EngineError, JobError
 from shiftbook.jobs.grpo import GroupBatch, reference_logps
 from shiftbook.jobs.model import ModelConfig, upcast
 from shiftbook.jobs.policy_file import load_policy
+from shiftbook.jobs.probe import Gap
 from shiftbook.jobs.serving import After, ServedEngine, Taken
 from shiftbook.jobs.sync_encoding import patched
 from shiftbook.jobs.toolbox import Toolbox
@@ -70,6 +71,8 @@ class RolloutWorker:
         self._max_error: float | None = config.get("max_error")
         self._incoming: ServedEngine | None = None
         self._staged: dict[str, Any] | None = None
+        self._untold: Gap | None = None
+        """Of the probe at a move, which has no record of its own: told with the first use."""
 
     def prepare(self, layout: Layout, payload: dict[str, Any]) -> Loaded:
         """Take ``weights`` of ``version`` (payload) with a new engine; it serves after activate.
@@ -92,6 +95,7 @@ class RolloutWorker:
         if taken.failure is not None:
             raise EngineError(f"version {taken.version} was not taken: {taken.failure}")
         self._incoming = serving
+        self._moved(payload, taken)
         return Loaded(
             {f"model/{k}": v for k, v in taken.fingerprints.items()},
             taken.moved_bytes,
@@ -122,6 +126,11 @@ class RolloutWorker:
             taken = self._take(self._serving, payload, "move")
             if taken.failure is not None:
                 raise EngineError(f"version {taken.version} was not taken: {taken.failure}")
+            self._moved(payload, taken)
+
+    def _moved(self, payload: dict[str, Any], taken: Taken) -> None:
+        # Only a move says whether it is a reboot; other bringing up is a sync, which tells.
+        self._untold = taken.gap if "reboot" in payload else None
 
     def discard(self) -> None:
         """Forget the prepared engine."""
@@ -205,8 +214,15 @@ class RolloutWorker:
         }
 
     def first_use(self) -> dict[str, Any] | None:
-        """What the engine read at its first generation after each load, once."""
-        return self._serving.first_use()
+        """What the engine read at its first generation after each load, once; after a move with
+        the ``gap`` of its probe."""
+        first = self._serving.first_use()
+        if first is None:
+            return None
+        untold, self._untold = self._untold, None
+        if untold is not None and first["after"] == "move":
+            first.setdefault("gap", untold)
+        return first
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
         """``sync``: take another version in place; answers how that went, a ``Taken``."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shiftbook.jobs import tokenizer
 from shiftbook.jobs.errors import ModelError
+from shiftbook.jobs.hf_tokenizer import save_tokenizer
 from shiftbook.jobs.model import ModelConfig, check_params, parameter_shapes
 
 POSITION_OFFSET = 2
@@ -132,15 +133,22 @@ def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
 
 
 def save_hf(folder: Path, params: Mapping[str, Tensor], config: ModelConfig) -> Path:
-    """Write ``config.json`` and ``model.safetensors`` (float32) into ``folder``; returns it.
+    """Write ``config.json``, ``model.safetensors`` (float32) and the tokenizer's files into
+    ``folder``; returns it. No package of Hugging Face beside safetensors is needed for it.
 
-    There is no tokenizer in it: token ids go in and come out (``jobs/tokenizer.py``).
+    Raises ``ModelError`` where the policy has no row for each of the tokenizer's ids.
     """
+    if config.vocabulary < tokenizer.VOCABULARY_SIZE:
+        raise ModelError(
+            f"expected a vocabulary of at least the tokenizer's {tokenizer.VOCABULARY_SIZE} ids, "
+            f"found {config.vocabulary}; make the policy with as many rows"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(hf_config(config), indent=2, sort_keys=True)
     (folder / "config.json").write_text(text + "\n", encoding="utf-8")
     tensors = {name: t.float().contiguous().clone() for name, t in to_hf(params, config).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    save_tokenizer(folder, config.context)
     return folder
 
 

@@ -1,7 +1,8 @@
 """The rollout engine on vLLM, in-process; this module imports without vLLM.
 
-The policy is the same one, in Hugging Face format (``jobs/hf_policy.py``); token ids go in and come
-out. Turns that do not fit on the lanes wait here, so that a pause takes everything back at once.
+The policy is the same one, in Hugging Face format (``jobs/hf_policy.py``), with a tokenizer by
+which vLLM takes text too; the job's own token ids go in and come out. Turns that do not fit on the
+lanes wait here, so that a pause takes everything back at once.
 One engine a process: vLLM keeps its parallel state in globals.
 """
 
@@ -350,7 +351,6 @@ def _start(folder: Path, config: ModelConfig, lanes: int) -> Any:
 
     return LLM(
         model=str(folder),
-        skip_tokenizer_init=True,
         dtype="float32",
         enforce_eager=True,
         kv_cache_memory_bytes=KV_BYTES,

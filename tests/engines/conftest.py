@@ -22,7 +22,7 @@ class OnVllm(OnRay):
     """A ledger of its own and small jobs whose engine is vLLM."""
 
     def begin(self, job: str, fault: str = "", **values: Any) -> Any:
-        """Start a static job of two iterations."""
+        """Start a job: static and of two iterations, where ``values`` do not say otherwise."""
         from shiftbook.jobs.runner import RunningJob
 
         config = self.place.config(job, iterations=2, groups=4, schedule="static", engine="vllm")

@@ -7,11 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
+from shiftbook.jobs import tokenizer
+from shiftbook.jobs.components import RolloutWorker
 from shiftbook.jobs.engine_types import TurnRequest, TurnResult
+from shiftbook.jobs.keyed_rng import turn_key
 from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.probe import Probe
 from shiftbook.jobs.serving import ServedEngine, Taken
 from shiftbook.jobs.vllm_engine import Caches, VllmEngine
+from tests.engines.away import SPEC, Away, away_and_back
 from tests.engines.faulty import torn
 
 LANES = 4
@@ -95,6 +99,42 @@ class EngineActor:
     def first_use(self) -> dict[str, Any] | None:
         """What was read at the first generation."""
         return self._served().first_use()
+
+    def from_text(self, requests: list[TurnRequest]) -> list[tuple[list[int], list[int], str]]:
+        """The turns again, by vLLM itself with each context as text: the ids that it read, the ids
+        that it drew by the same keys, and the text that it made of them."""
+        from vllm import SamplingParams
+
+        from shiftbook.jobs.keyed_sampling import BEGUN, KEY
+
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=request.max_new,
+                stop_token_ids=[tokenizer.END],
+                ignore_eos=True,
+                include_stop_str_in_output=True,
+                skip_special_tokens=False,
+                extra_args={
+                    KEY: turn_key(request.seed, request.uid, request.turn),
+                    BEGUN: 0,
+                },
+            )
+            for request in requests
+        ]
+        texts = [tokenizer.decode(request.context) for request in requests]
+        outputs = self._engine._llm.generate(texts, params, use_tqdm=False)
+        return [
+            (list(o.prompt_token_ids), list(o.outputs[0].token_ids), o.outputs[0].text)
+            for o in outputs
+        ]
+
+    def away_and_back(
+        self, requests: list[TurnRequest], start: dict[str, Any], later: dict[str, Any]
+    ) -> Away:
+        """A worker of the job around the process's vLLM, moved in mid-generation."""
+        worker = RolloutWorker(SPEC, {"engine": "vllm", "lanes": LANES})
+        return away_and_back(worker, requests, start, later)
 
     def figures(self) -> dict[str, Any]:
         """Counters and state."""

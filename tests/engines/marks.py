@@ -4,13 +4,18 @@ from importlib.util import find_spec
 
 import pytest
 
-VLLM = [
+WITHOUT_RAY = [
     pytest.mark.vllm,
-    pytest.mark.ray,
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         find_spec("vllm") is None,
         reason="vLLM is not installed: docs/engines.md says how, in an environment of its own",
     ),
+]
+"""For tests of what comes with vLLM, in the test's own process and within a few seconds."""
+
+VLLM = [
+    *WITHOUT_RAY,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
 ]

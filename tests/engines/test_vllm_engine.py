@@ -24,16 +24,18 @@ from shiftbook.checkpoint.recorder import (
     data_digests,
     dataset_digest,
 )
+from shiftbook.jobs import tokenizer
 from shiftbook.jobs.engine import TorchEngine
 from shiftbook.jobs.engine_types import TurnRequest, TurnResult
 from shiftbook.jobs.keyed_rng import format_uid
-from shiftbook.jobs.model import ModelConfig, forward_train, upcast
+from shiftbook.jobs.model import ModelConfig
 from shiftbook.jobs.policy_file import load_policy
 from shiftbook.jobs.probe import Probe, expected_logps
 from shiftbook.jobs.task import new_episode
 from shiftbook.ledger.events.training import Transform
 from shiftbook.ledger.plan import DataPlan, Plan, SamplingPlan, UpdatePlan
 from shiftbook.verify.verdict import Verdict, verify
+from tests.engines import away
 from tests.engines.conftest import TOLERANCE, Call
 from tests.engines.marks import VLLM
 
@@ -89,14 +91,16 @@ def reference(version: int, wanted: list[TurnRequest]) -> dict[str, TurnResult]:
 
 def replayed(request: TurnRequest, result: TurnResult, stamps: list[int]) -> np.ndarray:
     """Log-probability of each token by a torch forward under the version it is stamped with."""
-    tokens = torch.tensor([request.context + result.tokens])
-    out = []
-    for place, version in enumerate(stamps):
-        with torch.inference_mode():
-            logits = forward_train(CONFIG, upcast(policy(version)), tokens)[0]
-        at = len(request.context) + place
-        out.append(float(torch.log_softmax(logits[at - 1].double(), -1)[tokens[0, at]]))
-    return np.array(out)
+    return away.replayed(request.context, result, stamps, policy)
+
+
+def offered(version: int) -> dict[str, Any]:
+    """A version as the job sends it to an engine."""
+    weights = policy(version)
+    prints = {f"model/{name}": value for name, value in fingerprint_tensors(weights).items()}
+    return {
+        "weights": weights, "version": version, "fingerprints": prints, "probe": probe(version),
+    }  # fmt: skip
 
 
 @pytest.fixture
@@ -160,6 +164,18 @@ def test_it_computes_the_trainers_policy_and_draws_the_same_tokens(engine: Call)
     }
 
 
+def test_text_is_read_and_written_as_the_jobs_own_tokens(engine: Call) -> None:
+    """The folder's tokenizer inside vLLM: contexts as text give the turns that ids give."""
+    take(engine, 0)
+    wanted = requests(8)
+    engine("submit", wanted)
+    by_ids = by_uid(engine("finish"))
+    for request, (read, drawn, text) in zip(wanted, engine("from_text", wanted), strict=True):
+        assert read == request.context
+        assert drawn == by_ids[request.uid].tokens
+        assert text == tokenizer.decode(drawn)
+
+
 @pytest.mark.parametrize("caches", ["flush", "salt"])
 def test_tokens_carry_their_version_across_an_update_in_mid_generation(
     engine: Call, caches: str
@@ -187,6 +203,12 @@ def test_tokens_carry_their_version_across_an_update_in_mid_generation(
         if r in crossed
     ]
     assert max(wrong) > 1e-2
+
+
+def test_turns_that_a_move_interrupts_go_on_under_a_later_version(engine: Call) -> None:
+    wanted = requests(8)
+    seen = engine("away_and_back", wanted, offered(0), offered(1))
+    away.check_away(seen, wanted, policy, TOLERANCE)
 
 
 def test_a_turn_that_is_taken_back_goes_on_in_another_engine(engine: Call) -> None:

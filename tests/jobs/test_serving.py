@@ -25,6 +25,7 @@ from shiftbook.jobs.engine_types import TurnRequest, TurnResult
 from shiftbook.jobs.engines import check_engine, make_engine
 from shiftbook.jobs.errors import EngineError, ModelError
 from shiftbook.jobs.hf_policy import from_hf, hf_config, save_hf, to_hf
+from shiftbook.jobs.hf_tokenizer import FILES
 from shiftbook.jobs.keyed_rng import format_uid
 from shiftbook.jobs.model import ModelConfig, init_params
 from shiftbook.jobs.noise import FLOOR, Calibration, Noise
@@ -291,7 +292,10 @@ def test_hugging_face_names_lose_nothing(tmp_path: Path) -> None:
     assert list(back) == list(params)
     assert all(torch.equal(back[n], params[n]) for n in params)
     folder = save_hf(tmp_path / "policy", params, CONFIG)
-    assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert {p.name for p in folder.iterdir()} == {"config.json", "model.safetensors", *FILES}
+    with pytest.raises(ModelError, match="at least the tokenizer's 24 ids, found 23"):
+        save_hf(tmp_path / "short", params, ModelConfig(vocabulary=23))
+    assert not (tmp_path / "short").exists()
     assert hf_config(CONFIG)["enable_bias"] is False
     with pytest.raises(ModelError, match=r"missing \['lm_head.weight'\]"):
         from_hf({n: t for n, t in names.items() if n != "lm_head.weight"}, CONFIG)
