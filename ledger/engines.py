@@ -1,4 +1,5 @@
-"""Which version each engine holds and whether it may serve, as the weight syncs of a job say."""
+"""Which version each engine holds and whether it may serve: what the weight syncs of a job say,
+and what an engine read first that was brought up without one."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from shiftbook.ledger.events.life import ReplicaStarted
+from shiftbook.ledger.events.state import StateFirstUsed
 from shiftbook.ledger.events.sync import (
     WeightSyncCommitted,
     WeightSyncDelivered,
     WeightSyncFailed,
     WeightSyncStarted,
 )
+
+POLICY_PART = "model"
+"""Part of a state that is the policy; absent where resident weights cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +86,43 @@ def failed(
         engines[target] = replace(known, standing="held", reason=event.reason, position=position)
 
 
-def started(engines: Engines, replica: str, incarnation: str, position: int) -> None:
-    """A new process holds no version yet."""
-    known = engines.get(replica)
-    if known is not None and known.incarnation != incarnation:
-        engines[replica] = EngineState(
-            replica,
+def started(engines: Engines, event: ReplicaStarted, position: int, *, synced: bool) -> None:
+    """A new process holds no version yet; ``synced`` says that its component takes syncs."""
+    known = engines.get(event.replica)
+    if (known is None and synced) or (known and known.incarnation != event.incarnation):
+        engines[event.replica] = EngineState(
+            event.replica,
             "held",
-            incarnation=incarnation,
+            incarnation=event.incarnation,
             reason="it was started and has no version yet",
             position=position,
         )
+
+
+def used(engines: Engines, event: StateFirstUsed, position: int, *, synced: bool) -> None:
+    """What an engine read before its first work: one that a start, a restore or a move brought up
+    holds that version and serves without a sync.
+
+    Of one whose version is known, or whose process was replaced meanwhile, it says nothing new.
+    """
+    known = engines.get(event.replica)
+    if known is None:
+        if not synced:
+            return
+        known = EngineState(event.replica, "held", incarnation=event.incarnation)
+    replaced = known.incarnation not in (None, event.incarnation)
+    if replaced or known.version is not None or known.standing == "lost":
+        return
+    held = known.standing == "held"
+    engines[event.replica] = replace(
+        known,
+        standing="serving" if held else known.standing,
+        version=event.policy_version,
+        root=event.parts.get(POLICY_PART),
+        incarnation=event.incarnation,
+        reason=None if held else known.reason,
+        position=position,
+    )
 
 
 def lost(engines: Engines, replica: str, cause: str, position: int) -> None:

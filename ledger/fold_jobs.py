@@ -73,7 +73,9 @@ def _replica_started(state: Shared, job: JobState, stored: StoredEvent, event: E
     job.replicas[event.replica] = ReplicaState(
         event.component, event.replica, event.incarnation, event.devices, event.pid, event.node
     )
-    engines.started(job.engines, event.replica, event.incarnation, stored.position)
+    engines.started(
+        job.engines, event, stored.position, synced=event.component in job.synced_components
+    )
 
 
 @on(life.ReplicaLost)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from shiftbook.ledger import engines
 from shiftbook.ledger.envelope import StoredEvent
+from shiftbook.ledger.events import state as state_events
 from shiftbook.ledger.events import sync
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.fold_rules import Shared, on
@@ -27,6 +28,10 @@ def _sync_started(state: Shared, job: JobState, stored: StoredEvent, event: Even
         lossy_whole=event.lossy is not None and event.lossy.whole == "decoded",
     )
     job.open_sync = stored.operation
+    new = set(event.targets) - job.engines.keys()
+    if new:
+        named = {component for component, replica in job.topology.walk() if replica.name in new}
+        job.synced_components |= named
     engines.begun(job.engines, event, stored.position)
 
 
@@ -66,3 +71,15 @@ def _sync_failed(state: Shared, job: JobState, stored: StoredEvent, event: Event
     if current is not None:
         engines.failed(job.engines, event, current.targets, stored.position)
     _close_sync(job, stored, "failed")
+
+
+@on(state_events.StateFirstUsed)
+def _first_used(state: Shared, job: JobState, stored: StoredEvent, event: Event) -> None:
+    assert isinstance(event, state_events.StateFirstUsed)
+    replica = job.replicas.get(event.replica)
+    if replica is not None and replica.incarnation != event.incarnation:
+        return  # told late, of a process that was replaced
+    synced = event.component in job.synced_components
+    engines.used(job.engines, event, stored.position, synced=synced)
+    if replica is not None and event.replica in job.engines:
+        replica.version = job.engines[event.replica].version

@@ -144,6 +144,9 @@ class JobState:
     replicas: dict[str, ReplicaState] = field(default_factory=dict)
     engines: dict[str, EngineState] = field(default_factory=dict)
     """Targets of weight syncs in this attempt, with the version that each holds."""
+    synced_components: set[str] = field(default_factory=set)
+    """Components whose replicas were targets of weight syncs: what a move brings up in them is one
+    before it takes part in a sync."""
     safe_mode: str | None = None
     """Why the job is in safe mode; None when it is not."""
     frozen: Topology | None = None

@@ -76,6 +76,7 @@ def _sketch(state: LedgerState, name: str, touched: set[str | None]) -> LedgerSt
             },
             replicas={k: replace(v) for k, v in job.replicas.items()},
             engines=dict(job.engines),
+            synced_components=set(job.synced_components),
             bundles=dict(job.bundles),
             registered=dict(job.registered),
             shadows=dict(job.shadows),
