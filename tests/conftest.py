@@ -38,14 +38,16 @@ settings.load_profile("no deadline")
 def pytest_configure() -> None:
     """Leave the user's own data alone, and let what tests start be interrupted.
 
-    A shell starts what runs in its background with SIGINT ignored, and so would every command be
-    that a test starts and interrupts.
+    A shell starts what runs in its background with SIGINT ignored, and `nohup` with SIGHUP; so
+    would every command be that a test starts and sends one of them.
     """
     data = tempfile.mkdtemp(prefix="shiftbook-data-")
     atexit.register(shutil.rmtree, data, ignore_errors=True)
     os.environ["XDG_DATA_HOME"] = data
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def place(item: pytest.Item) -> int:

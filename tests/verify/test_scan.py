@@ -82,7 +82,7 @@ def told(path: Path, how: str) -> Report:
         if how != "blocks":
             patch.setattr(raw, "blocks", lambda *_, **__: (b for b in ()))
         if how == "rows":
-            patch.setattr(raw, "pages", lambda after, until: iter(()))
+            patch.setattr("shiftbook.verify.integrity.check_page", lambda *_: False)
         heads = HeadCheck(Outside())
         heads.load(raw)
         integrity = Integrity(EvidenceFolder(raw), heads)
