@@ -19,6 +19,9 @@ from shiftbook.ledger.events.sync import (
 POLICY_PART = "model"
 """Part of a state that is the policy; absent where resident weights cannot be read."""
 
+STARTED = "it was started and has no version yet"
+"""Why an engine is held until a sync reaches it or it is used for the first time."""
+
 
 @dataclass(frozen=True)
 class EngineState:
@@ -94,35 +97,31 @@ def started(engines: Engines, event: ReplicaStarted, position: int, *, synced: b
             event.replica,
             "held",
             incarnation=event.incarnation,
-            reason="it was started and has no version yet",
+            reason=STARTED,
             position=position,
         )
 
 
 def used(engines: Engines, event: StateFirstUsed, position: int, *, synced: bool) -> None:
-    """What an engine read before its first work: one that a start, a restore or a move brought up
-    holds that version and serves without a sync.
+    """What an engine read before its first work: one that was just started, by a move, a restart
+    or a restore, holds that version and serves without a sync.
 
-    Of one whose version is known, or whose process was replaced meanwhile, it says nothing new.
+    Of any other it says nothing new: it may be told late, when the engine is already left out.
     """
     known = engines.get(event.replica)
     if known is None:
-        if not synced:
-            return
-        known = EngineState(event.replica, "held", incarnation=event.incarnation)
-    replaced = known.incarnation not in (None, event.incarnation)
-    if replaced or known.version is not None or known.standing == "lost":
-        return
-    held = known.standing == "held"
-    engines[event.replica] = replace(
-        known,
-        standing="serving" if held else known.standing,
-        version=event.policy_version,
-        root=event.parts.get(POLICY_PART),
-        incarnation=event.incarnation,
-        reason=None if held else known.reason,
-        position=position,
-    )
+        fresh = synced
+    else:
+        fresh = (known.reason, known.incarnation) == (STARTED, event.incarnation)
+    if fresh:
+        engines[event.replica] = EngineState(
+            event.replica,
+            "serving",
+            event.policy_version,
+            event.parts.get(POLICY_PART),
+            event.incarnation,
+            position=position,
+        )
 
 
 def lost(engines: Engines, replica: str, cause: str, position: int) -> None:

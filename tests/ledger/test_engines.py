@@ -16,6 +16,12 @@ import pytest
 
 from shiftbook.ledger.events import life
 from shiftbook.ledger.events.state import StateFirstUsed
+from shiftbook.ledger.events.sync import (
+    TargetOutcome,
+    WeightSyncCommitted,
+    WeightSyncDelivered,
+    WeightSyncStarted,
+)
 from tests.ledger.sample_ledger import Clock, Writer, hex128, open_sample
 
 JOB = "job"
@@ -131,6 +137,48 @@ def test_a_first_use_that_is_told_late_changes_nothing(job: Engines, first: str)
     job.use(first, 2, 3)
     job.use(first, 2, 2)
     assert job.known(first) == ("serving", 3, hex128("policy 3"))
+
+
+def test_one_whose_sync_went_wrong_stays_held_whatever_is_told_late(
+    job: Engines, first: str
+) -> None:
+    """Another root was read than was sent: nobody knows what it holds, and it serves nothing."""
+    job.version, operation = 4, "sync-torn"
+    root = hex128("policy 4")
+    job.put(
+        WeightSyncStarted(
+            attempt=job.attempt,
+            version=4,
+            source={"w": root},
+            source_root=root,
+            encoding="full-bf16",
+            targets=(first,),
+            epoch=job.epoch,
+        ),
+        operation,
+    )
+    job.put(
+        WeightSyncDelivered(
+            target=first,
+            incarnation=f"{first}#1",
+            version=4,
+            root=hex128("torn"),
+            fingerprint_of="resident",
+            differing=("w",),
+            moved_bytes=1,
+            full_bytes=1,
+            sync_s=0.1,
+        ),
+        operation,
+    )
+    failed = TargetOutcome(target=first, outcome="failed", reason="w differs")
+    job.put(
+        WeightSyncCommitted(version=4, outcomes=(failed,), stall_s=0.1, caches_flushed=()),
+        operation,
+    )
+    assert job.known(first) == ("held", None, None)
+    job.use(first, 1, 3, after="sync")
+    assert job.known(first) == ("held", None, None)
 
 
 def test_one_that_is_lost_or_left_out_serves_by_no_first_use(job: Engines, first: str) -> None:
