@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -275,10 +275,25 @@ def reference_job() -> None:
             if share <= 0.0045:
                 bound(f"   patch / full bytes at {100 * share:.2g} %", part, 0.02, at_most=True)
         updates.append((f"reference job, lr {rate:g}", policies[-2], policies[-1]))
+        if rate == LocalConfig.learning_rate:
+            declared_losses(policies)
     # 1.6 MB in 37 tensors, which a copy moves in 0.15 ms: fixed costs decide (see docs/state.md).
     for name, base, new in updates:
         size = f"{full_bytes(new) / 1e6:.1f} MB in {len(new)} tensors"
         patch_times(f"{name}, {size}", base, new, SMALL_ROUNDS, threads=1)
+
+
+def declared_losses(policies: Sequence[State]) -> None:
+    """Patches of the same updates under declared bounds, each on what engines hold before it."""
+    from shiftbook.jobs.lossy_sync import LossySource
+
+    for max_error in (1e-5, 1e-4, 3e-4):
+        source = LossySource(max_error, anchor_every=len(policies) + 1)
+        source.begin(policies[0], 0, policies[0])
+        coded = [source.settle(new, version) for version, new in enumerate(policies[1:], 1)]
+        sizes = [len(one.patch) / full_bytes(one.served) for one in coded if one.patch is not None]
+        told = ", ".join(f"{100 * size:.1f}" for size in sizes)
+        print(f"   with a declared loss of up to {max_error:g}: {told} % of the full bytes")
 
 
 def changed_share(base: State, new: State) -> float:
