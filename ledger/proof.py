@@ -146,18 +146,22 @@ def _head(ledger: Ledger, size: int | None) -> SignedHead:
     tree = ledger.tree()
     head = tree.last_head() if size is None else tree.head(size)
     if head is None:
-        near = () if size is None else tree.sizes_near(size)
-        if size is None or not near:
+        if size is None:
             raise NoSignedHead(
                 "expected a signed head in the ledger, found none; run `shiftbook sign` and try "
                 "again"
             )
-        raise no_head_of(size, near)
+        raise no_head_of(size, tree.sizes_near(size))
     return head
 
 
 def no_head_of(size: int, near: Sequence[int]) -> NoSignedHead:
     """The error for a size at which no head was signed, with the sizes nearest to it."""
+    if not near:
+        return NoSignedHead(
+            f"expected a signed head of {size} events, found none of any size; run `shiftbook "
+            "sign`, or give the file of a head that was published"
+        )
     named = ", ".join(str(one) for one in near)
     return NoSignedHead(
         f"expected a signed head of {size} events, found none of that size; the nearest are of "

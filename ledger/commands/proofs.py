@@ -222,7 +222,7 @@ def prove(
 
 
 def _earlier_head(ledger: Ledger, since: str) -> SignedHead:
-    from shiftbook.ledger.errors import InvalidInput, InvalidNote, NoSignedHead
+    from shiftbook.ledger.errors import InvalidInput, InvalidNote
     from shiftbook.ledger.proof import no_head_of
     from shiftbook.ledger.signed_note import SignedHead, split_heads
 
@@ -231,11 +231,7 @@ def _earlier_head(ledger: Ledger, since: str) -> SignedHead:
         size = int(since)
         head = ledger.tree().head(size) if size <= ledger.head().size else None
         if head is None:
-            near = ledger.tree().sizes_near(size)
-            if near:
-                raise no_head_of(size, near)
-            raise NoSignedHead(f"expected a signed head of {since} events, found none at all; give "
-                               "the file of one that was published")  # fmt: skip
+            raise no_head_of(size, ledger.tree().sizes_near(size))
         return head
     if not path.is_file():
         raise InvalidInput(
