@@ -3,36 +3,48 @@
 What the judge remembers grows with the events that it has seen. So the stored bytes of a large
 ledger are looked at first, all of them on all cores; then the jobs are judged in groups, each with
 its own events and those that change what jobs share, and a group is forgotten before the next one
-begins. Other processes read events and evidence of an SQLite file ahead; archives, tiles and
-ledgers in a server are read here, once for each group. Whatever is found is found either way.
+begins. Of an SQLite file each core judges groups of its own, in a process of its own; where there
+is one group alone, other processes read its events and evidence ahead. Archives, tiles and ledgers
+in a server are read here, once for each group. Whatever is found is found either way.
 """
 
 from __future__ import annotations
 
 import gc
-import sqlite3
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
-from pathlib import Path
-
-from orjson import loads
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 
 from shiftbook.ledger.canonical import leaf_hash
-from shiftbook.ledger.envelope import SYSTEM_JOB, StoredEvent
-from shiftbook.ledger.errors import LedgerError
-from shiftbook.verify.errors import UnreadableStore
+from shiftbook.ledger.envelope import SYSTEM_JOB
 from shiftbook.verify.evidence import EvidenceFolder, Rows
 from shiftbook.verify.findings import Finding
+from shiftbook.verify.group_judge import (
+    Group,
+    GroupJudge,
+    GroupOrders,
+    Judged,
+    Reached,
+    share_of,
+)
 from shiftbook.verify.integrity import Integrity, check_rows, check_whole, sound_events
 from shiftbook.verify.judge import Judge, Judgement
 from shiftbook.verify.read_ahead import ALONE_EVENTS, PAGE_EVENTS, Page, read_ahead
+from shiftbook.verify.scan import shared
 from shiftbook.verify.scan_block import Named
 from shiftbook.verify.sources import EventSource
-from shiftbook.verify.stored import DamagedPages, RawEvents, one_line
+from shiftbook.verify.stored import RawEvents
 
 GROUP_EVENTS = 200_000
-"""Events of the jobs that are judged together, at most, but for a job that has more: the judge
-remembers some 0.5 kB of each."""
+"""Events of the jobs that are judged at one time, in all processes, but for a job that has more:
+the judge remembers some 0.5 kB of each."""
+
+MOST_PROCESSES = 4
+"""Processes that judge at one time: each has some 80 MB of its own beside what it remembers."""
+
+UNEVEN = 1.5
+"""How many times its share of all events the largest group may have for groups to be judged by
+processes of their own: above that one would judge alone, and nobody would read ahead for it."""
 
 RARELY = 50_000
 """Objects made between two looks of Python's collector, while a judge remembers ever more: it
@@ -74,19 +86,30 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def _groups(versions: Mapping[str, int], job: str | None) -> list[dict[str, int]]:
-    """Jobs that are judged together, with the number of events of each."""
+def _groups(
+    versions: Mapping[str, int], job: str | None, processes: int = 1
+) -> list[dict[str, int]]:
+    """Jobs that are judged together, with the number of events of each.
+
+    For ``processes`` there are smaller ones, and nearly as many for each.
+    """
+    events = {
+        name: max(1, version + 1) for name, version in versions.items() if job in (None, name)
+    }
+    most = GROUP_EVENTS
+    if processes > 1:
+        total = sum(events.values())
+        rounds = max(1, -(-total // GROUP_EVENTS))
+        most = max(1, -(-total // (rounds * processes)))
     groups: list[dict[str, int]] = []
     room = 0
-    for name, version in versions.items():
-        if job not in (None, name):
-            continue
-        events = max(1, version + 1)
-        if events > room:
+    for name, count in events.items():
+        # Half a job more is as near to the size that was meant as half a job less.
+        if room <= 0 or count > (room if processes == 1 else 2 * room):
             groups.append({})
-            room = GROUP_EVENTS
-        groups[-1][name] = events
-        room -= events
+            room = most
+        groups[-1][name] = count
+        room -= count
     return groups
 
 
@@ -106,7 +129,6 @@ class _Grouped:
         self._rows = rows
         self._on_finding = on_finding
         self._on_event = on_event
-        self._judged = 0
         self._segments = 0
         self._problems: list[tuple[Named, Rows]] = []
 
@@ -118,9 +140,11 @@ class _Grouped:
         check_rows(self._raw, integrity, until)
         last = integrity.report.sound_until
         judgement = Judgement()
-        for group in _groups(integrity.versions, job) if last >= 0 else ():
-            judgement.add(self._judge_group(group, last))
-            gc.collect()  # a judge and its invariants refer to each other
+        if last >= 0:
+            for told in self._judged(job, last):
+                judgement.add(told.judgement)
+                self._segments += told.segments
+                self._problems += told.problems
         order = [name for name in integrity.versions if name in judgement.jobs]
         judgement.jobs = {name: judgement.jobs[name] for name in order}
         judgement.seen = [name for name in integrity.versions if name != SYSTEM_JOB]
@@ -131,47 +155,59 @@ class _Grouped:
         check_whole(self._raw, integrity, until)
         return judgement
 
-    def _judge_group(self, group: Mapping[str, int], last: int) -> Judgement:
-        judge = Judge(self._rows, jobs=frozenset(group), on_finding=self._on_finding)
-        share = sum(group.values()) / (last + 1)
-        for stored in self._events(group, last, min(1.0, share)):
-            judge.state.position = stored.position - 1  # events of other jobs were left out
-            judge.feed(stored)
-            if stored.job in group:
-                self._judged += 1
-                if self._on_event is not None:
-                    self._on_event(self._judged - 1)
-        judge.state.position = last
-        return judge.judgement()
+    def _judged(self, job: str | None, last: int) -> Iterator[Judged]:
+        """What is said of each group, in order."""
+        versions = self._integrity.versions
+        done = 0
+        judged: set[str] = set()
+        for group, told in self._judged_apart(job, last):
+            for finding in told.judgement.findings if self._on_finding is not None else ():
+                self._on_finding(finding)  # type: ignore[misc]
+            done += told.events
+            judged |= group.keys()
+            yield told
+        # What no other process could judge, or none should.
+        left = {name: version for name, version in versions.items() if name not in judged}
+        where = getattr(self._raw, "path", None) or "what is verified"
+        judge = GroupJudge(where, last, self._rows, self._on_finding)
+        for group in _groups(left, job):
+            for said in judge.judge(group, self._pages(group, last)):
+                if isinstance(said, Judged):
+                    done += said.events
+                    yield said
+                else:
+                    self._reached(done + said.events)
 
-    def _events(self, jobs: Collection[str], last: int, share: float) -> Iterator[StoredEvent]:
-        versions = dict.fromkeys(jobs, -1)
-        at = -1
-        raw, names = self._raw, frozenset(jobs)
-        path = getattr(raw, "path", None) or "what is verified"
-        try:
-            with closing(self._pages(raw, names, last, share)) as pages:
-                for page in pages:
-                    for stored in self._opened(page, names):
-                        before = versions.get(stored.job)
-                        if stored.position <= at or before not in (None, stored.version - 1):
-                            raise _changed(path, stored.position)
-                        at = stored.position
-                        if before is not None:  # of other jobs there is only a part
-                            versions[stored.job] = stored.version
-                        yield stored
-                    if not page.whole:
-                        raise _changed(path, at + 1)
-        except (sqlite3.Error, DamagedPages, LedgerError) as error:
-            raise UnreadableStore(
-                f"expected to read {path} on, found: {one_line(error)}; verify it again"
-            ) from error
+    def _judged_apart(self, job: str | None, last: int) -> Iterator[tuple[Group, Judged]]:
+        """Groups that processes of their own judge; ends early where one cannot."""
+        raw, folder = self._raw, self._integrity.folder
+        processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        if not isinstance(raw, RawEvents) or not raw.keyed or folder is None or processes == 1:
+            return
+        groups = _groups(self._integrity.versions, job, processes)
+        sizes = [sum(group.values()) for group in groups]
+        if len(groups) < processes or max(sizes) * processes > UNEVEN * sum(sizes):
+            return
+        done = number = 0
+        orders = GroupOrders(raw.path, last, groups, folder)
+        for said in shared(orders, processes, Judged, Reached):
+            if isinstance(said, Judged):
+                done += said.events
+                self._reached(done)
+                yield groups[number], said
+                number += 1
+            else:
+                self._reached(done + said.events)
 
-    def _pages(
-        self, raw: EventSource, jobs: frozenset[str], last: int, share: float
-    ) -> Generator[Page]:
+    def _reached(self, events: int) -> None:
+        if self._on_event is not None:
+            self._on_event(events - 1)
+
+    def _pages(self, group: Group, last: int) -> Generator[Page]:
         """The events of some jobs, read ahead by others where they can open the file too."""
+        raw, jobs = self._raw, frozenset(group)
         if isinstance(raw, RawEvents) and raw.keyed:
+            share = share_of(group, last)
             yield from read_ahead(raw.path, jobs, last, self._integrity.folder, share=share)
             return
         page = Page()
@@ -185,29 +221,3 @@ class _Grouped:
                 yield page
                 page = Page()
         yield page
-
-    def _opened(self, page: Page, jobs: Collection[str]) -> Iterator[StoredEvent]:
-        """Events of a page; the judge finds the rows of their evidence read."""
-        for data, leaf in zip(page.data, page.leaves, strict=True):
-            value = loads(data)
-            body = value.pop("body")
-            for name in ("operation", "cause", "key"):
-                value.setdefault(name, None)
-            named = body.get("segment")
-            if isinstance(named, dict) and value["job"] in jobs:
-                self._evidence((value["position"], value["type"], named), page.rows)
-            yield StoredEvent(**value, body=body, data=data, leaf=leaf)
-
-    def _evidence(self, named: Named, read: Mapping[int, Rows]) -> None:
-        position, type_, segment = named
-        self._segments += 1
-        rows = self._rows.keep(type_, segment, read.get(position))
-        if rows is not None and rows.problem is not None:
-            self._problems.append((named, rows))
-
-
-def _changed(path: Path | str, position: int) -> UnreadableStore:
-    return UnreadableStore(
-        f"expected the events of {path} as they were a moment before, found others from position "
-        f"{position} on: somebody changed the file meanwhile; verify it again"
-    )

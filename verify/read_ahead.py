@@ -115,8 +115,7 @@ def read_ahead(
     the folder of the segments, None where they cannot be read by other processes. At most
     ``processes`` pages are in memory at once (default: one for each usable core, at most two).
     """
-    length = int(PAGE_EVENTS / max(share, 1e-3))
-    listed = [(first, min(first + length - 1, last)) for first in range(0, last + 1, length)]
+    listed = stretches_of(last, share)
     wanted = Wanted(ledger_uri(path), jobs, listed, evidence)
     done = 0
     for page in shared(
@@ -126,3 +125,19 @@ def read_ahead(
         yield page
     # Where a process died, the rest is read here.
     yield from replace(wanted, stretches=listed[done:]).blocks()
+
+
+def stretches_of(last: int, share: float) -> list[tuple[int, int]]:
+    """First and last position of each page, where ``share`` of all events up to one are wanted."""
+    length = int(PAGE_EVENTS / max(share, 1e-3))
+    return [(first, min(first + length - 1, last)) for first in range(0, last + 1, length)]
+
+
+def wanted_pages(
+    path: Path,
+    jobs: frozenset[str],
+    stretches: Sequence[tuple[int, int]],
+    evidence: Path | None = None,
+) -> Generator[Page]:
+    """As ``read_ahead``, of given stretches and when they are asked for."""
+    yield from Wanted(ledger_uri(path), jobs, stretches, evidence).blocks()

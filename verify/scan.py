@@ -27,6 +27,7 @@ from shiftbook.verify.scan_block import (
 )
 
 T = TypeVar("T")
+P = TypeVar("P")
 
 MOST_PROCESSES = 8
 ALONE_EVENTS = 2 * BLOCK_EVENTS
@@ -82,9 +83,12 @@ class Shareable(Protocol):
     def blocks(self) -> Iterator[Any]: ...
 
 
-def shared(orders: Shareable, processes: int, kind: type[T]) -> Generator[T]:
+def shared(
+    orders: Shareable, processes: int, kind: type[T], before: type[P] | None = None
+) -> Generator[T | P]:
     """Blocks of a kind, in order, from processes that take them in turn; each is at most one ahead.
 
+    Before a block its process may say things of the kind ``before``, which are given as they come.
     Ends early where a process dies or cannot start.
     """
     with ExitStack() as stack:
@@ -103,6 +107,9 @@ def shared(orders: Shareable, processes: int, kind: type[T]) -> Generator[T]:
             answers.append(worker.stdout)
         for index in range(len(orders.stretches)):
             block = _answer(answers[index % processes])
+            while before is not None and isinstance(block, before):
+                yield block
+                block = _answer(answers[index % processes])
             if not isinstance(block, kind):
                 return
             yield block

@@ -2,7 +2,8 @@
 
 Method: ledgers of four jobs are attacked by somebody who owns the file and
 its folder of evidence, then verified twice: event by event in one process, and in small groups of
-jobs with two processes that read ahead. Whole verdicts are compared, coverage and counts included.
+jobs that two processes judge, or that one judges while two others read ahead. Whole verdicts are
+compared, coverage and counts included.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from shiftbook.ledger.errors import UnknownJob
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.tiles import write_tiles
-from shiftbook.verify import grouped, read_ahead, scan
+from shiftbook.verify import group_judge, grouped, read_ahead, scan
 from shiftbook.verify.errors import UnreadableStore
 from shiftbook.verify.findings import MAX_FINDINGS
 from shiftbook.verify.verdict import Verdict, verify
@@ -109,15 +110,40 @@ def test_an_honest_ledger(book: Path) -> None:
 
 
 def test_it_was_judged_in_groups(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the processes: each group in turn, and now and then how far it is."""
+    said: list[object] = []
+    real = grouped.shared
+
+    def shared(orders: Any, processes: int, *kinds: Any) -> Any:
+        assert processes == 2
+        for what in real(orders, processes, *kinds):
+            said.append(what)
+            yield what
+
+    monkeypatch.setattr(grouped, "ALONE_EVENTS", 0)
+    monkeypatch.setattr(grouped, "shared", shared)
+    monkeypatch.setattr(grouped.os, "sched_getaffinity", lambda process: {0, 1})
+    reached: list[int] = []
+    verify(f"sqlite:///{book}", on_event=reached.append)
+    groups = [set(what.judgement.jobs) for what in said if isinstance(what, grouped.Judged)]
+    assert len(groups) >= 2
+    assert set.union(*groups) == set(map(job_name, range(JOBS)))
+    assert sum(map(len, groups)) == JOBS
+    assert reached == sorted(reached)
+    assert reached[-1] == EVENTS - 1
+
+
+def test_one_core_judges_group_by_group(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[set[str]] = []
-    real = grouped.Judge
+    real = group_judge.Judge
 
     def judge(rows: Any, *, jobs: frozenset[str], on_finding: Any) -> Any:
         seen.append(set(jobs))
         return real(rows, jobs=jobs, on_finding=on_finding)
 
     monkeypatch.setattr(grouped, "ALONE_EVENTS", 0)
-    monkeypatch.setattr(grouped, "Judge", judge)
+    monkeypatch.setattr(grouped, "MOST_PROCESSES", 1)
+    monkeypatch.setattr(group_judge, "Judge", judge)
     reached: list[int] = []
     verify(f"sqlite:///{book}", on_event=reached.append)
     assert len(seen) >= 2
@@ -334,13 +360,13 @@ def test_what_is_no_file_of_a_ledger(
     attack(book, rewrite(body(learning_rate=0.5), update))
     url = elsewhere(book, store)
     groups = []
-    real = grouped.Judge
+    real = group_judge.Judge
 
     def judge(*given: Any, **named: Any) -> Any:
         groups.append(named["jobs"])
         return real(*given, **named)
 
-    monkeypatch.setattr(grouped, "Judge", judge)
+    monkeypatch.setattr(group_judge, "Judge", judge)
     monkeypatch.setattr(grouped, "PAGE_EVENTS", 64)
     verdict = both(book, url=url, evidence=None if store == "archive" else str(evidence(book)))
     assert [(f.invariant, f.position) for f in verdict.findings if f.invariant == "I18"] == [
