@@ -1,4 +1,8 @@
-"""Order of the tests and their budget: fast ones first, so that a limit leaves out the slowest.
+"""Which tests run, in what order, and their budget: fast ones first, so that a limit leaves out
+the slowest.
+
+``pytest`` alone runs those that are neither slow nor on a Ray cluster. Where ``-m`` or a path is
+given, whatever that names runs.
 
 With ``SHIFTBOOK_TEST_BUDGET_S`` set, a test marked ``slow`` or ``ray`` that would start later than
 that many seconds after the session began is skipped, and the summary says so. Without it all run.
@@ -35,12 +39,20 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
-def pytest_configure() -> None:
+FAST = "not slow and not ray and not vllm"
+"""What runs where nobody says what should."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     """Leave the user's own data alone, and let what tests start be interrupted.
 
     A shell starts what runs in its background with SIGINT ignored, and `nohup` with SIGHUP; so
     would every command be that a test starts and sends one of them.
     """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if whole and not config.option.markexpr and not config.option.keyword:
+        config.option.markexpr = FAST
     data = tempfile.mkdtemp(prefix="shiftbook-data-")
     atexit.register(shutil.rmtree, data, ignore_errors=True)
     os.environ["XDG_DATA_HOME"] = data
@@ -48,6 +60,13 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Say what is left out where nobody asked for it."""
+    if config.option.markexpr != FAST:
+        return None
+    return "left out: slow tests and those on a Ray cluster (-m 'slow or ray' runs them)"
 
 
 def place(item: pytest.Item) -> int:

@@ -173,5 +173,5 @@ def test_readme_has_two_commands_and_ci_runs_the_second() -> None:
     install = re.search(r"pip install -c constraints.txt '\S+'", tests)
     assert install is not None
     assert install[0] in text(".ci/run")
-    assert tests.endswith("python -m pytest")
+    assert tests.endswith("python -m pytest -n 2")
     assert "python -m pytest" in text(".ci/run")
