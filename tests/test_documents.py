@@ -50,6 +50,8 @@ def test_python_blocks_run(program: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.vllm
+@pytest.mark.first
 def test_blocks_that_need_trl_run_where_it_is(tmp_path: Path) -> None:
     """And the record that the block makes is judged: one with another rate in it is not clean."""
     pytest.importorskip("trl")
