@@ -183,16 +183,15 @@ class Invariant(ABC):
 
     def passed(self, times: int = 1, aspect: str | None = None) -> None:
         """Count comparisons that held."""
-        self._row_of(aspect).checks += times
+        # Called several times for each event, so what it needs is here and not a call away.
+        row = self._row if aspect is None else self._aspects[aspect]
+        row.checks += times
 
     def missing(self, why: str, aspect: str | None = None) -> None:
         """Count a comparison that could not be made because something was not recorded."""
         # A bounded number of reasons: they are fixed texts, never values from events.
-        missing = self._row_of(aspect).missing
-        missing[why] = missing.get(why, 0) + 1
-
-    def _row_of(self, aspect: str | None) -> Row:
-        return self._row if aspect is None else self._aspects[aspect]
+        row = self._row if aspect is None else self._aspects[aspect]
+        row.missing[why] = row.missing.get(why, 0) + 1
 
 
 def short(value: object) -> str:
