@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -29,6 +30,11 @@ T = TypeVar("T")
 def segment_name(sha256: str) -> str:
     """File name of a segment."""
     return f"{sha256}.parquet"
+
+
+def segment_sha256(data: bytes) -> str:
+    """Name of a segment by the bytes of its file."""
+    return hashlib.sha256(data).hexdigest()
 
 
 @runtime_checkable
@@ -183,13 +189,17 @@ class RemoteFolder:
         )
 
     def put(self, sha256: str, data: bytes) -> None:
-        """Write a file and read it back; what stands there with these bytes stays."""
+        """Write a file and read it back; what stands there with these bytes stays.
+
+        Raises EvidenceOutOfReach, also where the store did not keep what it was given.
+        """
         name = segment_name(sha256)
         if self.get(sha256) == data:
             return
         self._reach(lambda: self._objects.write(name, data), "write", name)
         if self.get(sha256) != data:
-            raise EvidenceError(
+            # No finding: nothing refers to it yet, and it is written again.
+            raise EvidenceOutOfReach(
                 f"expected the bytes that were written at {self.where(sha256)}, found others; "
                 "write the rows again"
             )
