@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -23,6 +24,9 @@ DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
 
 DRAFT_AGE_S = 60.0
 """A younger draft is left alone: its writer may have made it and not locked it yet."""
+
+SAID_OF_FILE = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
+"""Errors that say what stands in the place of a segment; of others nothing is known of it."""
 
 T = TypeVar("T")
 
@@ -76,13 +80,17 @@ class LocalFolder:
         return str(self.folder / segment_name(sha256))
 
     def get(self, sha256: str) -> bytes | None:
-        """Bytes of a segment's file, None where there is none; raise EvidenceError."""
+        """Bytes of a segment's file, None where there is none; raise EvidenceError.
+
+        EvidenceOutOfReach where this process may not read it, or its disk does not answer.
+        """
         try:
             return (self.folder / segment_name(sha256)).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise EvidenceError(
+            kind = EvidenceError if error.errno in SAID_OF_FILE else EvidenceOutOfReach
+            raise kind(
                 f"expected to read evidence at {self.where(sha256)}, found: {error.strerror}; "
                 "make it readable, or restore it from a copy"
             ) from error
