@@ -44,7 +44,7 @@ class SpooledSegments:
         folder: Path,
         *,
         lock: threading.Lock,
-        claim: Callable[[], None],
+        claim: Callable[[], object],
     ) -> None:
         """``claim`` makes the file whose lock says that somebody looks after the folder; it is
         called under ``lock``, which also guards what is kept."""
