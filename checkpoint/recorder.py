@@ -24,6 +24,7 @@ from shiftbook.checkpoint.recorder_data import DataRecords, data_digests, datase
 from shiftbook.checkpoint.recorder_durable import DurableRecords, rng_parts
 from shiftbook.checkpoint.recorder_engines import EngineRecords
 from shiftbook.checkpoint.recorder_groups import fed_digest
+from shiftbook.checkpoint.recorder_leftovers import append_leftovers
 from shiftbook.checkpoint.recorder_samples import Consumed, Generated, drawn_otherwise
 from shiftbook.checkpoint.recorder_state import (
     Part,
@@ -36,9 +37,11 @@ from shiftbook.checkpoint.recorder_state import (
 from shiftbook.checkpoint.recorder_update import LiveState, UpdateRecord
 from shiftbook.ledger.events.job import Edge, ExperimentForked, JobClosed, JobOpened
 from shiftbook.ledger.events.observation import IterationCompleted
+from shiftbook.ledger.evidence import writable_place
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.plan import Plan
+from shiftbook.ledger.segment_spool import refuse_wrong_place
 from shiftbook.ledger.topology import Device, Topology
 
 if TYPE_CHECKING:
@@ -86,7 +89,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         job_path: str = "",
         config: Mapping[str, Any] | None = None,
         replay: str | None = None,
-        evidence: Path | None = None,
+        evidence: Path | str | None = None,
         spool: Path | None = None,
     ) -> Recorder:
         """Open the job where it is new, and begin an attempt of it.
@@ -94,13 +97,17 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         ``policy`` is the model as it stands now (tensors by name, or their root) and ``version``
         its version; ``bundle`` names the bundle from which this attempt goes on, absent for one
         that begins at the beginning. ``replay`` is the Python path of a target that
-        ``shiftbook replay`` runs with ``config``. ``evidence`` and ``spool`` are folders; by
-        default they lie beside a ledger that is a file. Raises LedgerUnreachable where the ledger
-        is away: an attempt must be granted. From then on an outage stops nothing.
+        ``shiftbook replay`` runs with ``config``. ``evidence`` is a folder or its URL and ``spool``
+        a folder; by default they lie beside a ledger that is a file.
+
+        What an earlier attempt left spooled in that folder is appended first. Raises
+        LedgerUnreachable where the ledger is away, since an attempt must be granted, or where
+        records of an earlier attempt cannot be appended now, and EvidenceOutOfReach where the
+        store of evidence refuses us. From then on an outage of either stops nothing.
         """
         owned = isinstance(ledger, str)
         handle = Ledger.open(ledger) if isinstance(ledger, str) else ledger
-        beside = handle.path.parent if handle.path is not None else Path.cwd()
+        folder = spool or handle.beside(".spool")
         gate = Gate(handle)
         names = tuple(devices)
         gate.open_job(
@@ -118,6 +125,9 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
             ),
         )
         known = handle.state().job(job)
+        place = writable_place(evidence or handle)
+        refuse_wrong_place(place)
+        append_leftovers(handle, place, folder, known.attempts)
         name = attempt or f"attempt-{len(known.attempts)}-{secrets.token_hex(3)}"
         fingerprint = part_root(policy)
         grant = gate.start_attempt(
@@ -139,7 +149,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
             epoch=grant.epoch,
             devices=names,
             evidence=evidence,
-            spool=spool or beside,
+            spool=folder,
             policy=(version, fingerprint),
         )
         recorder._owned = owned
@@ -203,8 +213,10 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         self.flush()
 
     def amend(self, field: str, value: object, reason: str) -> None:
-        """Declare a change of one field of the plan; needs the ledger in reach."""
-        self.flush()
+        """Declare a change of one field of the plan.
+
+        Needs ledger and evidence in reach: raises LedgerUnreachable while records wait."""
+        self._drained()
         Gate(self.ledger).amend(self.job, field, value, reason)
         self.plan = self.ledger.state().job(self.job).plan or self.plan
 
@@ -221,9 +233,10 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         outcome: Literal["finished", "failed", "cancelled"] = "finished",
         reason: str | None = None,
     ) -> None:
-        """The job has ended; its last policy. Needs the ledger in reach."""
-        self.flush()
-        self._writer.drain()
+        """The job has ended; its last policy.
+
+        Needs ledger and evidence in reach: raises LedgerUnreachable while records wait."""
+        self._drained()
         Gate(self.ledger).close_job(
             self.job,
             JobClosed(

@@ -12,9 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from shiftbook.checkpoint.recorder_leftovers import spool_writer
 from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.errors import LedgerUnreachable
 from shiftbook.ledger.events.base import Event
-from shiftbook.ledger.evidence import Rows, as_table, write_segments
+from shiftbook.ledger.evidence import Rows, as_table, writable_place, write_segments
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.long_fields import set_apart
 from shiftbook.ledger.plan import Plan
@@ -56,16 +58,19 @@ class Book:
         *,
         epoch: int,
         devices: Sequence[str],
-        evidence: Path | None,
+        evidence: Path | str | None,
         spool: Path,
         policy: tuple[int, str],
     ) -> None:
         self.ledger, self.job, self.plan, self.attempt = ledger, job, plan, attempt
         self._epoch = epoch
         self._device = devices[0] if devices else f"{platform.node()}/0"
-        self._evidence: Ledger | Path = evidence or ledger
         self._writer = SpoolingWriter(
-            ledger.append, spool, writer=f"recorder-{attempt}", retry_s=RETRY_S
+            ledger.append,
+            spool,
+            writer=spool_writer(attempt),
+            retry_s=RETRY_S,
+            evidence=writable_place(evidence or ledger),
         )
         self._pending: list[Held] = []
         self._batches: deque[tuple[str, list[Draft]]] = deque()
@@ -101,8 +106,9 @@ class Book:
     def flush(self) -> bool:
         """Append what is held back; False where it was spooled to local disk instead.
 
-        Where this raises, nothing is lost: the next call tries again, in the same order, and a
-        batch that had reached the ledger all the same stands in it once.
+        That is where the ledger, or the store of evidence, is out of reach. Where this raises,
+        nothing is lost: the next call tries again, in the same order, and a batch that had reached
+        the ledger all the same stands in it once.
         """
         if self._pending:
             drafts = self._drafts(self._pending)
@@ -120,7 +126,8 @@ class Book:
     def _drafts(self, entries: Sequence[Held]) -> list[Draft]:
         """Write the segments of what is held back; its events with their segments."""
         with_rows = [entry.rows for entry in entries if entry.rows is not None]
-        segments = iter(write_segments(self._evidence, with_rows) if with_rows else [])
+        place = self._writer.segments
+        segments = iter(write_segments(place, with_rows) if with_rows else [])
         return [
             Draft(
                 entry.event
@@ -150,8 +157,22 @@ class Book:
         """Records that an outage keeps on local disk."""
         return self._writer.waiting
 
+    def _drained(self) -> None:
+        """Have all that was recorded in the ledger; raise LedgerUnreachable where some waits."""
+        self.flush()
+        left = self._writer.drain()
+        if left.waiting:
+            raise LedgerUnreachable(
+                f"expected all records of {self.attempt} in the ledger, found {left.waiting} that "
+                f"wait in {self._writer.directory}: {left.cause}; try again when it is back"
+            )
+
     def close(self) -> None:
-        """Append what is held back and end this handle; the job stays as it is."""
+        """Append what is held back and end this handle; the job stays as it is.
+
+        What an outage still keeps from the ledger stays spooled, for the next attempt or for
+        ``shiftbook recover``.
+        """
         try:
             self.flush()
             if self._writer.waiting:

@@ -45,9 +45,11 @@ from shiftbook.ledger.errors import LedgerUnreachable, RecoverLater
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.observation import IterationCompleted
 from shiftbook.ledger.events.state import CheckpointSaved
+from shiftbook.ledger.evidence import writable_place
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
+from shiftbook.ledger.segment_spool import refuse_wrong_place
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.channels import Worker
 from shiftbook.scheduler.cluster import node_address
@@ -234,7 +236,6 @@ class TrainingLoop:
     def _attempt(self) -> None:
         config = self.config
         self._ledger = self._await_ledger()
-        self._evidence = config.evidence or self._ledger.beside(".evidence")
         self._gate = Gate(self._ledger, by=BY)
         self._gate.open_job(config.job, opened(config, self.devices))
         if self._ledger.state().job(config.job).status == "closed":
@@ -244,7 +245,7 @@ class TrainingLoop:
             config.job, config.ledger_url, f"loop:{config.job}", config.worker_config()
         )
         supervisor = Supervisor(self._fleet, assignment, self._standing.payload)
-        self._recording = Recording(config.ledger_url, config.job)
+        self._recording = self._await_recording()
         close_open_moves(self._ledger, config, supervisor, self._standing, BY)
         start = resume_point(self._ledger, config)
         self._start(start, supervisor)
@@ -267,6 +268,22 @@ class TrainingLoop:
         while True:
             try:
                 return Ledger.open(self.config.ledger_url, lock_timeout_s=LOCK_LIMIT_S)
+            except LedgerUnreachable:
+                if self._stopping.is_set() or time.monotonic() > deadline:
+                    raise
+            self._done.wait(CLOSE_WAIT_S)
+
+    def _await_recording(self) -> Recording:
+        """Take up what earlier attempts left spooled, for as long as that has to wait.
+
+        An attempt's record comes after that of the one before it.
+        """
+        config, deadline = self.config, time.monotonic() + CLOSE_LIMIT_S
+        place = writable_place(config.evidence or self._ledger.beside(".evidence"))
+        refuse_wrong_place(place)
+        while True:
+            try:
+                return Recording(config.ledger_url, config.job, place)
             except LedgerUnreachable:
                 if self._stopping.is_set() or time.monotonic() > deadline:
                     raise
@@ -312,7 +329,7 @@ class TrainingLoop:
         standing.version = start.version
 
         def make() -> list[Draft]:
-            made = begun(name, start.iteration, config.seed, self._evidence)
+            made = begun(name, start.iteration, config.seed, self._recording.segments)
             return [Draft(event) for event in made]
 
         self._recording.later(make, key=f"{name}/begun")
@@ -380,7 +397,7 @@ class TrainingLoop:
         saved = self._saved(first["saved"], number + 1)
         per_rank = self._ranks.groups_per_rank
         drafts = [
-            Draft(consumed(name, iteration, version - 1, self._ranks, self._evidence)),
+            Draft(consumed(name, iteration, version - 1, self._ranks, self._recording.segments)),
             *(
                 Draft(first_updated(name, report, status, version - 1))
                 for report, status in reports
@@ -394,9 +411,10 @@ class TrainingLoop:
     def _generated(self, iteration: Iteration) -> None:
         """All samples are there: their record is made while the training goes on."""
         version, name = self._standing.version, self._standing.grant.operation
+        place = self._recording.segments
 
         def make() -> list[Draft]:
-            return [Draft(event) for event in generated(name, iteration, version, self._evidence)]
+            return [Draft(event) for event in generated(name, iteration, version, place)]
 
         self._recording.later(make)
 

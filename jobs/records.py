@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ from shiftbook.ledger.events.training import (
     UpdateApplied,
     VirtualRank,
 )
-from shiftbook.ledger.evidence import write_segment
+from shiftbook.ledger.evidence import Place, write_segment
 
 SCORER = "exact-match"
 MOST_PROMPTS = 512
@@ -66,7 +65,7 @@ def drawn(attempt: str, iteration: Iteration, rule: str, seed: int) -> SamplesDr
 
 
 def begun(
-    attempt: str, iteration: int, seed: int, folder: Path | str
+    attempt: str, iteration: int, seed: int, place: Place
 ) -> tuple[DataBuilt, RandomStatesRecorded]:
     """What an attempt begins with: the data set as it is made here, and no generator at all.
 
@@ -81,7 +80,7 @@ def begun(
             dataset_digest=dataset_digest(digests),
             tokenizer_digest=tokenizer_digest(),
             size=DATASET_SIZE,
-            segment=write_segment(folder, rows),
+            segment=write_segment(place, rows),
         ),
         RandomStatesRecorded(attempt=attempt, iteration=iteration, moment="start", states={}),
     )
@@ -105,7 +104,7 @@ def _oldest(versions: Sequence[int | None]) -> int | None:
 
 
 def generated(
-    attempt: str, iteration: Iteration, version: int, folder: Path | str
+    attempt: str, iteration: Iteration, version: int, place: Place
 ) -> tuple[SamplesGenerated, SamplesRewarded]:
     """All samples of an iteration and their rewards; segments are durable on return."""
     columns: dict[str, list[Any]] = {
@@ -161,7 +160,7 @@ def generated(
             sampled_tokens=sampled,
             policy_version=version,
             digest=generated_digest(triples),
-            segment=write_segment(folder, _optional(columns, "stream", "cache_version_min")),
+            segment=write_segment(place, _optional(columns, "stream", "cache_version_min")),
             transform=TRANSFORM,
         ),
         SamplesRewarded(
@@ -170,13 +169,13 @@ def generated(
             count=len(rewards["uid"]),
             reward_mean=iteration.reward_mean(),
             digest=rewarded_digest(scored),
-            segment=write_segment(folder, rewards),
+            segment=write_segment(place, rewards),
         ),
     )
 
 
 def consumed(
-    attempt: str, iteration: Iteration, version: int, plan: VirtualRankPlan, folder: Path | str
+    attempt: str, iteration: Iteration, version: int, plan: VirtualRankPlan, place: Place
 ) -> BatchConsumed:
     """The samples as the update consumed them, taken from the batches that went into it."""
     columns: dict[str, list[Any]] = {
@@ -215,7 +214,7 @@ def consumed(
         policy_version=version,
         version_min=version_min,
         digest=consumed_digest(pairs),
-        segment=write_segment(folder, columns),
+        segment=write_segment(place, columns),
     )
 
 

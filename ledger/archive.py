@@ -115,6 +115,7 @@ def export_archive(
     ledger gives the same bytes. Raises UnknownPosition, NotALedger where the ledger is damaged,
     EvidenceOutOfReach, ArchiveError where the file cannot be written.
     """
+    ledger.require_keys()
     size = ledger.head().size
     last = size - 1 if last is None else last
     for position in (first, last):
@@ -250,6 +251,7 @@ def import_archive(
     written nothing, and what an append raises.
     """
     archive.require_sound()
+    ledger.require_keys()
     already = _refuse_other_events(archive, ledger)
     if HEADS_SECTION in archive.section_names:
         new_heads(ledger, archive.section(HEADS_SECTION))  # raises before anything is written

@@ -25,6 +25,7 @@ def heads_section(ledger: Ledger, first: int, last: int) -> dict[str, bytes]:
     """
     if first:
         return {}
+    ledger.require_keys()
     lines = [
         json.dumps({"size": head.size, "note": base64.b64encode(head.data()).decode()})
         for head in ledger.tree().heads()

@@ -75,6 +75,10 @@ class Dialect(ABC):
     def columns(self, connection: Connection, table: str) -> set[str]:
         """Names of the columns of a table; empty where there is no such table."""
 
+    @abstractmethod
+    def keyed(self, connection: Connection, table: str, columns: Sequence[str]) -> bool:
+        """Say whether rows of a table are found by these columns without a search of all."""
+
     def broken(self, connection: Connection, error: Exception) -> bool:
         """Say whether the connection itself is gone, so that another one may do."""
         return False

@@ -149,7 +149,8 @@ class EvidenceError(LedgerError):
 
 
 class EvidenceOutOfReach(EvidenceError):
-    """The place of the evidence does not answer or refuses us: nothing is known of a segment."""
+    """The place of the evidence does not answer, refuses us or does not keep what it is given:
+    nothing is known of a segment."""
 
 
 class InvalidKey(LedgerError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -17,6 +16,7 @@ from shiftbook.ledger.segment_place import (
     WritablePlace,
     evidence_folder,
     segment_place,
+    segment_sha256,
 )
 
 __all__ = [
@@ -127,11 +127,6 @@ def _file(table: pa.Table) -> tuple[Segment, bytes]:
         bytes=len(data),
     )
     return segment, data
-
-
-def segment_sha256(data: bytes) -> str:
-    """Name of a segment by the bytes of its file."""
-    return hashlib.sha256(data).hexdigest()
 
 
 def column_types(schema: pa.Schema) -> tuple[str, ...]:

@@ -134,10 +134,12 @@ class HeadSigner:
 
         The last head, new or not; None in an empty ledger. Raises SigningRefused where nothing was
         signed since the ledger is no continuation of what was signed before, SigningFailed where
-        the memory could not be written, and PublicationFailed where the head stands in the ledger
+        the memory could not be written, NotALedger where a table has lost its key, and
+        PublicationFailed where the head stands in the ledger
         and did not reach some place; it is offered there again with the next call.
         """
         with self._lock:
+            self.ledger.require_keys()
             stored = self._stored()
             size = self.ledger.head().size
             base = 0

@@ -314,6 +314,10 @@ class Ledger:
             self._folded.folding = None
             raise
 
+    def require_keys(self) -> None:
+        """Raise NotALedger where a table has lost its key, before all of it is read; see Store."""
+        self._store.require_keys()
+
     def beside(self, suffix: str) -> Path:
         """A file or folder of this machine that belongs to this ledger, see ``Dialect.beside``."""
         return self._store.dialect.beside(suffix)

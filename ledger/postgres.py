@@ -202,6 +202,18 @@ class PostgresDialect(Dialect):
         )
         return {row[0] for row in found.fetchall()}
 
+    def keyed(self, connection: Connection, table: str, columns: Sequence[str]) -> bool:
+        """Look for any whole index that begins with the columns."""
+        found = connection.execute(
+            "SELECT array_agg(a.attname::text ORDER BY k.place) FROM pg_index i "
+            "CROSS JOIN LATERAL unnest(i.indkey) WITH ORDINALITY AS k(number, place) "
+            "JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = k.number "
+            "WHERE i.indrelid = to_regclass(%s) AND i.indisvalid AND i.indpred IS NULL "
+            "AND i.indexprs IS NULL GROUP BY i.indexrelid",
+            (f'"{self.schema}"."{table}"',),
+        ).fetchall()
+        return any(row[0][: len(columns)] == list(columns) for row in found)
+
     def is_ledger(self, connection: Connection) -> bool:
         """Look at the comment on the table of events."""
         row = connection.execute(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -23,12 +25,20 @@ DRAFT = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{8}")
 DRAFT_AGE_S = 60.0
 """A younger draft is left alone: its writer may have made it and not locked it yet."""
 
+SAID_OF_FILE = frozenset((errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENXIO))
+"""Errors that say what stands in the place of a segment; of others nothing is known of it."""
+
 T = TypeVar("T")
 
 
 def segment_name(sha256: str) -> str:
     """File name of a segment."""
     return f"{sha256}.parquet"
+
+
+def segment_sha256(data: bytes) -> str:
+    """Name of a segment by the bytes of its file."""
+    return hashlib.sha256(data).hexdigest()
 
 
 @runtime_checkable
@@ -70,13 +80,17 @@ class LocalFolder:
         return str(self.folder / segment_name(sha256))
 
     def get(self, sha256: str) -> bytes | None:
-        """Bytes of a segment's file, None where there is none; raise EvidenceError."""
+        """Bytes of a segment's file, None where there is none; raise EvidenceError.
+
+        EvidenceOutOfReach where this process may not read it, or its disk does not answer.
+        """
         try:
             return (self.folder / segment_name(sha256)).read_bytes()
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise EvidenceError(
+            kind = EvidenceError if error.errno in SAID_OF_FILE else EvidenceOutOfReach
+            raise kind(
                 f"expected to read evidence at {self.where(sha256)}, found: {error.strerror}; "
                 "make it readable, or restore it from a copy"
             ) from error
@@ -183,13 +197,17 @@ class RemoteFolder:
         )
 
     def put(self, sha256: str, data: bytes) -> None:
-        """Write a file and read it back; what stands there with these bytes stays."""
+        """Write a file and read it back; what stands there with these bytes stays.
+
+        Raises EvidenceOutOfReach, also where the store did not keep what it was given.
+        """
         name = segment_name(sha256)
         if self.get(sha256) == data:
             return
         self._reach(lambda: self._objects.write(name, data), "write", name)
         if self.get(sha256) != data:
-            raise EvidenceError(
+            # No finding: nothing refers to it yet, and it is written again.
+            raise EvidenceOutOfReach(
                 f"expected the bytes that were written at {self.where(sha256)}, found others; "
                 "write the rows again"
             )

@@ -1,4 +1,7 @@
-"""Recording through an outage: what the ledger cannot take waits on local disk, in order, once."""
+"""Recording through an outage: what the ledger cannot take waits on local disk, in order, once.
+
+So does what names a segment that the store of evidence cannot take, and the segment with it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +19,7 @@ from shiftbook.ledger.canonical import MAX_EVENT_BYTES, encode
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import (
     AppendInDoubt,
+    EvidenceError,
     IdempotencyConflict,
     InvalidEvent,
     LedgerUnreachable,
@@ -24,6 +28,9 @@ from shiftbook.ledger.errors import (
 from shiftbook.ledger.events import life
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.receipt import Receipt
+from shiftbook.ledger.segment_place import WritablePlace
+from shiftbook.ledger.segment_spool import SUFFIX as SEGMENTS_SUFFIX
+from shiftbook.ledger.segment_spool import SpooledSegments
 from shiftbook.ledger.spool_file import Record, SpoolFile
 
 RETRY_S = 1.0
@@ -65,6 +72,9 @@ class SpoolingWriter:
     order of this writer holds; the ledger numbers its events in that order. ``drain`` appends
     what waits, each record once by its idempotency key; with ``retry_s`` a thread calls it. Safe
     to share between threads.
+
+    Segments that are written to ``segments`` go to the place ``evidence``, or wait beside the spool
+    while that is out of reach; ``drain`` brings those of a record there before it appends it.
     """
 
     def __init__(
@@ -76,6 +86,7 @@ class SpoolingWriter:
         now_ns: Callable[[], int] = time.time_ns,
         retry_s: float | None = None,
         adopted: SpoolFile | None = None,
+        evidence: WritablePlace | None = None,
     ) -> None:
         self.writer = writer or f"spool-{secrets.token_hex(8)}"
         self.directory = directory
@@ -98,6 +109,12 @@ class SpoolingWriter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._spool = adopted
+        self.segments = SpooledSegments(
+            evidence,
+            directory / f"{self.writer}{SEGMENTS_SUFFIX}",
+            lock=self._lock,
+            claim=self._claim,
+        )
         if adopted is None and self._path.exists():  # a writer of this name ran before
             self._spool = SpoolFile.create(self._path)
         if self._spool is not None:
@@ -125,19 +142,21 @@ class SpoolingWriter:
             if self._closed:
                 raise SpoolError("expected an open spooling writer, found one that is closed")
             record = self._make(job, drafts, key)
-            if not self._waiting:
+            if record.segments:
+                if not self._waiting:
+                    self._cause = self.segments.cause
+            elif not self._waiting:
                 try:
                     return self._append(job, record.drafts, key=record.key)
                 except (LedgerUnreachable, AppendInDoubt) as error:
                     self._cause = str(error)
-            if self._spool is None:
-                self._spool = SpoolFile.create(self._path)
-            self._spool.add([record])
+            self._claim().add([record])
             self._take([record])
         return None
 
     def drain(self) -> Drained:
-        """Append what waits, in order; stops, and says why, where the ledger is still away.
+        """Append what waits, in order; stops, and says why, where the ledger, or the store of the
+        segments that a record names, is still away.
 
         The outage itself is recorded: LedgerUnreachable before the records and LedgerRestored
         after them. A record that the ledger refuses for its content is set aside.
@@ -149,9 +168,16 @@ class SpoolingWriter:
         with self._drain_lock:
             appended = 0
             while True:
+                try:
+                    if not self._waiting:
+                        self.segments.bring_all()
+                except EvidenceError as error:
+                    return Drained(appended, self.waiting, str(error))
                 with self._lock:
                     if self._closed and self._spool is None:
                         raise SpoolError("expected an open spooling writer, found a closed one")
+                    if not self._waiting and self.segments.kept:
+                        continue  # one that came meanwhile
                     record = self._next()
                     if record is None:
                         rejected = tuple(self._rejected)
@@ -159,13 +185,17 @@ class SpoolingWriter:
                             self._rejected.clear()
                         return Drained(appended, 0, None, rejected)
                 try:
-                    self._append(record.job, record.drafts, key=record.key)
-                except (LedgerUnreachable, AppendInDoubt) as error:
+                    # No event that names a segment stands before the segment is where it belongs.
+                    lost = self.segments.bring(record.segments)
+                    if lost:
+                        self._set_aside(record, "; ".join(lost))
+                    else:
+                        self._append(record.job, record.drafts, key=record.key)
+                        appended += not _is_outage(record)
+                except (LedgerUnreachable, AppendInDoubt, EvidenceError) as error:
                     return Drained(appended, self.waiting, str(error))
                 except (IdempotencyConflict, InvalidEvent) as error:
                     self._set_aside(record, str(error))
-                else:
-                    appended += not _is_outage(record)
                 with self._lock:
                     self._waiting.popleft()
 
@@ -180,6 +210,14 @@ class SpoolingWriter:
             if self._spool is not None:
                 self._spool.close()
                 self._spool = None
+
+    def _claim(self) -> SpoolFile:
+        """This writer's spool file, made where there is none; under the lock."""
+        if self._closed:
+            raise SpoolError("expected an open spooling writer, found one that is closed")
+        if self._spool is None:
+            self._spool = SpoolFile.create(self._path)
+        return self._spool
 
     def _make(self, job: str, drafts: Sequence[Event | Draft], key: str | None) -> Record:
         if not job or not drafts:
@@ -200,7 +238,7 @@ class SpoolingWriter:
         if key is None:
             self._count += 1
             key = f"{self.writer}:{self._life}:{self._count}"
-        return Record(job, key, tuple(made))
+        return Record(job, key, tuple(made), self.segments.named(made))
 
     def _take(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -214,6 +252,8 @@ class SpoolingWriter:
         """Record to append now; the events of the outage frame what was spooled."""
         if not self._waiting and (not self._announced or self._restored):
             if self._spool is not None:
+                # In this order: segments without a spool file would belong to nobody.
+                self.segments.clear()
                 self._spool.remove()
                 self._spool = None
             self._announced = self._restored = False
@@ -222,7 +262,12 @@ class SpoolingWriter:
         if not self._announced:
             self._announced = True
             unreachable = life.LedgerUnreachable(
-                since_ns=self._since_ns, spooled=self._spooled_events, cause=self._cause
+                since_ns=self._since_ns,
+                spooled=self._spooled_events,
+                cause=self._cause,
+                evidence=next(
+                    (r.segments[0].rpartition("/")[0] for r in self._waiting if r.segments), None
+                ),
             )
             self._waiting.appendleft(self._outage(unreachable, "unreachable"))
         elif not self._waiting:
@@ -257,6 +302,7 @@ class SpoolingWriter:
         self._restored = any(_is_outage(record, life.LedgerRestored) for record in records)
         if leading:
             self._outage_job = leading[0].job
+        self.segments.take_over(where for record in records for where in record.segments)
         self._take([*leading, *(record for record in records if record not in leading)])
 
     def _set_aside(self, record: Record, why: str) -> None:
@@ -271,24 +317,37 @@ class SpoolingWriter:
 
     def _retry(self, pause_s: float) -> None:
         while not self._wake.wait(pause_s):
-            if self._waiting:
+            if self._waiting or self.segments.kept:
                 try:
                     self._drain(tell=False)
                 except SpoolError as error:
                     self._rejected.append(str(error))
 
 
-def drain_leftovers(append: Append, directory: Path) -> dict[str, Drained]:
+def drain_leftovers(
+    append: Append,
+    directory: Path,
+    evidence: WritablePlace | None = None,
+    *,
+    writers: Collection[str] | None = None,
+) -> dict[str, Drained]:
     """Append what processes that ended left spooled in a folder; outcome by writer.
 
-    Files of living processes are left alone. Safe to call from several processes at once.
+    ``evidence`` is where their segments belong: without it, and where it is another place than
+    theirs, the records that wait for a segment go on waiting. ``writers`` are the only ones that
+    are looked at, all without it. Files of living processes are left alone. Safe to call from
+    several processes at once.
     """
     outcome: dict[str, Drained] = {}
     for path in sorted(directory.glob(f"*{SUFFIX}")):
+        if writers is not None and path.stem not in writers:
+            continue
         file = SpoolFile.adopt(path)
         if file is None:
             continue
-        writer = SpoolingWriter(append, directory, writer=path.stem, adopted=file)
+        writer = SpoolingWriter(
+            append, directory, writer=path.stem, adopted=file, evidence=evidence
+        )
         try:
             outcome[path.stem] = writer.drain()
         finally:

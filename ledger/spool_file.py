@@ -37,11 +37,15 @@ class Record:
     job: str
     key: str
     drafts: tuple[Draft, ...]
+    segments: tuple[str, ...] = ()
+    """Where the store is to have those of their segments that waited beside the spool."""
 
     def line(self) -> bytes:
         """One line: checksum, blank, JSON."""
+        waiting = {"segments": list(self.segments)} if self.segments else {}
         data = encode(
             {
+                **waiting,
                 "job": self.job,
                 "key": self.key,
                 "drafts": [
@@ -69,7 +73,7 @@ class Record:
         value = decode(data)
         try:
             drafts = tuple(_draft(item) for item in value["drafts"])
-            return cls(value["job"], value["key"], drafts)
+            return cls(value["job"], value["key"], drafts, tuple(value.get("segments", ())))
         except (KeyError, TypeError) as error:
             raise InvalidEvent(f"expected the fields of a record ({error})") from error
 

@@ -238,6 +238,13 @@ class SqliteDialect(Dialect):
         names = (row[0] for row in found)
         return {n.decode("utf-8", "replace") if isinstance(n, bytes) else str(n) for n in names}
 
+    def keyed(self, connection: Connection, table: str, columns: Sequence[str]) -> bool:
+        """Ask for the table's own key; an index beside it is no part of a ledger."""
+        found = connection.execute(
+            "SELECT name FROM pragma_table_info(?) WHERE pk > 0 ORDER BY pk", (table,)
+        ).fetchall()
+        return [row[0] for row in found] == list(columns)
+
     def is_ledger(self, connection: Connection) -> bool:
         """Look at the application id in the file's header."""
         return bool(connection.execute("PRAGMA application_id").fetchone()[0] == APPLICATION_ID)

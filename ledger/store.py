@@ -10,6 +10,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from shiftbook.ledger.canonical import leaf_hash
@@ -25,6 +26,9 @@ from shiftbook.ledger.errors import (
 )
 from shiftbook.ledger.receipt import Head
 from shiftbook.ledger.tables import (
+    EVENTS,
+    HEADS,
+    NODES,
     STORAGE_SCHEMA,
     Statement,
     Statements,
@@ -358,6 +362,11 @@ class Store:
         return self._ask(statement, **values)
 
     def _ask(self, statement: Statement, **values: Any) -> list[Any]:
+        parameters = statement.bind(**values)
+        return self._read(lambda c: list(c.execute(statement.text, parameters).fetchall()))
+
+    def _read(self, act: Callable[[Connection], T]) -> T:
+        """What ``act`` reads through a connection; again where a server had closed that."""
         patience = Patience(self.dialect.retry_s)
         broken = False
         while True:
@@ -365,8 +374,7 @@ class Store:
                 with self._open.reading(self._new_reader) as connection:
                     self.dialect.check_log(connection)
                     try:
-                        found = connection.execute(statement.text, statement.bind(**values))
-                        return list(found.fetchall())
+                        return act(connection)
                     except self.dialect.errors as error:
                         broken = self.dialect.broken(connection, error)
                         raise
@@ -381,6 +389,26 @@ class Store:
                 # A server that was not there to begin with is not waited for.
                 if not (broken and patience.again()):
                     raise
+
+    def require_keys(self) -> None:
+        """Raise NotALedger where a table that is read a page at a time has lost its key.
+
+        Whoever owns the database can make a table anew without it. Each page is then a search of
+        all rows, and reading all of them takes a time that grows with their square.
+        """
+        for table in (EVENTS, HEADS, NODES):
+            columns = [column.name for column in table.primary_key]
+            if self._read(partial(self._has_lost_key, table.name, columns)):
+                raise NotALedger(
+                    f"expected the table {table.name} of {self.dialect.url} with its key "
+                    f"({', '.join(columns)}), found it without, so that each page would be a "
+                    "search of all rows; `shiftbook verify` judges it all the same; restore the "
+                    "ledger from a copy"
+                )
+
+    def _has_lost_key(self, table: str, columns: list[str], connection: Connection) -> bool:
+        there = self.dialect.columns(connection, table)
+        return bool(there) and not self.dialect.keyed(connection, table, columns)
 
     def head(self) -> Head:
         """Size and last leaf, as committed."""

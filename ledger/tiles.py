@@ -52,6 +52,7 @@ def write_tiles(ledger: Ledger, folder: Path, *, size: int | None = None) -> Sig
 
 
 def _write_tiles(ledger: Ledger, folder: Path, size: int | None) -> SignedHead:
+    ledger.require_keys()
     tree = ledger.tree()
     head = tree.last_head() if size is None else tree.head(size)
     if head is None:

@@ -12,6 +12,8 @@ from time import time_ns
 
 from shiftbook.ledger.dialect import side_path
 from shiftbook.ledger.envelope import Draft
+from shiftbook.ledger.errors import LedgerUnreachable
+from shiftbook.ledger.segment_place import WritablePlace
 from shiftbook.ledger.spool import RETRY_S, SpoolingWriter, drain_leftovers
 from shiftbook.scheduler.writer import WriterClient
 
@@ -24,18 +26,32 @@ Entry = tuple[Drafts, str, int]
 
 
 class Recording:
-    """Appends through the cluster's writer; spools to local disk while it cannot be reached."""
+    """Appends through the cluster's writer; spools to local disk while it cannot be reached.
 
-    def __init__(self, ledger_url: str, job: str) -> None:
+    What is written to ``segments`` goes to ``evidence``, or waits beside the spool, and the events
+    that name it with it, while that is out of reach.
+    """
+
+    def __init__(self, ledger_url: str, job: str, evidence: WritablePlace) -> None:
+        """Raises LedgerUnreachable where what ended processes left has to go on waiting: what a
+        new attempt records comes after it."""
         self._job = job
         self._client = WriterClient(ledger_url)
         folder = side_path(ledger_url, ".spool")
         folder.mkdir(parents=True, exist_ok=True)
         # What processes that ended left behind comes first.
-        for writer, left in drain_leftovers(self._client.append, folder).items():
+        for writer, left in drain_leftovers(self._client.append, folder, evidence).items():
             for what in left.rejected:
                 log.warning("a record that %s had spooled is not in the ledger: %s", writer, what)
-        self._writer = SpoolingWriter(self._client.append, folder, retry_s=RETRY_S)
+            if left.waiting:
+                raise LedgerUnreachable(
+                    f"expected to append what {writer} left in {folder} first, found "
+                    f"{left.waiting} records that have to wait: {left.cause}"
+                )
+        self._writer = SpoolingWriter(
+            self._client.append, folder, retry_s=RETRY_S, evidence=evidence
+        )
+        self.segments: WritablePlace = self._writer.segments
         self._order = threading.Lock()
         self._queue: queue.SimpleQueue[Entry | threading.Event] = queue.SimpleQueue()
         self._error: BaseException | None = None

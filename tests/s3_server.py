@@ -23,16 +23,23 @@ class S3Server:
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-        from werkzeug.serving import make_server
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request otherwise
         self._store: Application = DomainDispatcherApplication(create_backend_app)
         self.fault: Fault | None = None
         self.requests: list[tuple[str, str]] = []
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._port = 0
+        self.start()
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        """Listen, on the port that it had before; its objects are those that it had then."""
+        from werkzeug.serving import make_server
+
+        self._server = make_server("127.0.0.1", self._port, self._answer, threaded=True)
+        self._port = self._server.server_port
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def _answer(self, request: dict[str, Any], respond: Respond) -> Iterable[bytes]:
         self.requests.append((request["REQUEST_METHOD"], request["PATH_INFO"]))

@@ -15,6 +15,7 @@ from shiftbook.ledger.cli_options import (
     actor,
     emit,
     emit_document,
+    evidence_option,
     format_option,
     known_job,
     ledger_option,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shiftbook.ledger.topology import Topology
 
 EXIT_BAD = 1
+EXIT_WAITING = 2
 DEFAULT_MOVER = "ray"
 """Mover of a move that names none, unless the user says that there is none."""
 
@@ -322,6 +324,12 @@ def thaw(ledger_url: str, job: str, reason: str, operation: str | None) -> None:
     help="There is none: poison what cannot be abandoned, and quarantine its devices.",
 )
 @click.option("--reason", default="the controller is presumed dead", show_default=True)
+@evidence_option
+@click.option(
+    "--spool",
+    type=click.Path(path_type=Path),
+    help="Folder of spools; default: the one beside the ledger.",
+)
 def recover(
     ledger_url: str,
     format_: Format,
@@ -329,18 +337,24 @@ def recover(
     mover: str | None,
     no_mover: bool,
     reason: str,
+    evidence: str | None,
+    spool: Path | None,
 ) -> int:
     """End the open moves of JOB (of every job without one) after their controller died.
+
+    What processes that ended had spooled in an outage is appended first, after the segments that it
+    names. Exits with 2 where some of that has to wait still.
 
     A move before `verified` is undone, one after it is finished, one that was only proposed is
     abandoned. A controller that lives after all can do nothing more with them. The mover is the
     one given, else the one that the move or the job names, else `ray`. Exits with 1 where a move
-    ended poisoned.
+    ended poisoned, or a spooled record could not be taken.
     """
     if mover and no_mover:
         raise click.UsageError("--mover and --no-mover exclude each other")
-    with open_book(ledger_url, write=True) as ledger:
+    with open_book(ledger_url, write=True, evidence=evidence) as ledger:
         names = [known_job(ledger, job)] if job else ledger.jobs()
+        spooled = _append_spooled(ledger, spool or ledger.beside(".spool"))
         state = ledger.state()
         pending = [
             name for name in names if any(o.open for o in state.job(name).operations.values())
@@ -350,9 +364,28 @@ def recover(
         where = job or "this ledger"
         click.echo(f"no open operation in {where}: nothing to recover", err=True)
         if format_ == "table":
-            return 0
+            return spooled
     emit(rows, ("job", "operation", "found", "ended", "reason"), format_)
-    return EXIT_BAD if any(row[3] == "poisoned" for row in rows) else 0
+    return EXIT_BAD if any(row[3] == "poisoned" for row in rows) else spooled
+
+
+def _append_spooled(ledger: Ledger, folder: Path) -> int:
+    """Append what processes that ended left spooled, and say so; the exit code for it."""
+    from shiftbook.ledger.evidence import writable_place
+    from shiftbook.ledger.spool import drain_leftovers
+
+    if not folder.is_dir():
+        return 0
+    code = 0
+    for writer, left in drain_leftovers(ledger.append, folder, writable_place(ledger)).items():
+        click.echo(f"{writer}: {left.appended} spooled records appended", err=True)
+        for what in left.rejected:
+            click.echo(f"{writer}: a record was not taken, see {folder}: {what}", err=True)
+            code = max(code, EXIT_BAD)
+        if left.waiting:
+            click.echo(f"{writer}: {left.waiting} records have to wait: {left.cause}", err=True)
+            code = EXIT_WAITING
+    return code
 
 
 def _recover(

@@ -39,11 +39,15 @@ class NodeLost(Event):
 
 
 class LedgerUnreachable(Event):
-    """The ledger could not be reached; records were spooled. Written when it is back."""
+    """The ledger, or the store of its evidence, could not be reached; records were spooled.
+    Written when it is back."""
 
     since_ns: Count
     spooled: Count
     cause: str
+    evidence: str | None = None
+    """Folder of the store that segments of the records waited for, without credentials; absent
+    where none did."""
 
 
 class LedgerRestored(Event):

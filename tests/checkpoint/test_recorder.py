@@ -152,7 +152,7 @@ def test_an_outage_spools_and_the_order_holds(
         types = [event.type for event in ledger.read()]
     assert types.count("LedgerUnreachable") == types.count("LedgerRestored") == 1
     assert types.count("UpdateApplied") == 4
-    assert not list(tmp_path.glob("*.spool"))
+    assert not list((tmp_path / "ledger.db.spool").iterdir())
 
 
 def test_versions_are_those_of_sampled_tokens_alone() -> None:
