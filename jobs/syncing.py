@@ -273,8 +273,9 @@ class Syncer:
                 )
                 continue
             taken = Taken(
-                published.version,
-                {k.removeprefix("model/"): v for k, v in b.loaded.fingerprints.items()},
+                fingerprints={
+                    k.removeprefix("model/"): v for k, v in b.loaded.fingerprints.items()
+                },
                 moved_bytes=b.loaded.moved_bytes,
                 sync_s=b.start_s,
                 **b.loaded.said,
