@@ -8,7 +8,7 @@ to each step by a controller that then says nothing more, and a cluster that liv
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -108,13 +108,13 @@ def test_a_controller_that_starts_leaves_what_an_operator_asked_for(
 ) -> None:
     """Only an operator's proposal stays, and is then granted by what stands; all else is ended."""
     running(gate)
-    asked = replace(proposal(), proposer=proposer)
-    operation = gate.propose("j", asked)
+    operation = gate.propose("j", proposal(proposer=proposer))
     if reached != "proposed":
         grant = gate.grant("j", operation)
         if reached != "granted":
             advance(gate, grant, reached)
-    mover.write(WIDE if reached in ("transferred", "verified") else HALF)
+    where = WIDE if reached in ("transferred", "verified") else HALF
+    mover.write(where, working=reached in ("proposed", "granted"))
     stays = (reached, proposer) == ("proposed", "operator")
     outcomes = recover(gate.ledger, "j", mover, leave_asked=True)
     assert [outcome.ended for outcome in outcomes] == ([] if stays else [ENDS[reached]])
