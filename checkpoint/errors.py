@@ -18,6 +18,7 @@ ShiftbookError
     │   ├── PartMismatch
     │   └── BundleWriteFailed
     ├── SamplerStateError
+    ├── LoaderWorkerLost
     ├── RandomStreamError
     │   └── RandomStreamChanged (names the owners)
     ├── LiveSnapshotDamaged
@@ -111,6 +112,10 @@ class BundleWriteFailed(BundleError):
 
 class SamplerStateError(CheckpointError):
     """A sampler state belongs to another rule, seed or data set, or points outside of it."""
+
+
+class LoaderWorkerLost(CheckpointError):
+    """A process that fetched samples ended; what it had is fetched again in a new iteration."""
 
 
 class RandomStreamError(CheckpointError):
