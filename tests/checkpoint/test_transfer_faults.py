@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -670,6 +672,98 @@ def test_a_full_disk_shows_before_the_first_parcel(trainer: Trainer, tmp_path: P
         receiver.sync()
     assert receiver.version is None
     assert outcome_of(trainer, "e").outcome == "failed"
+
+
+FULL_WITHIN = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from shiftbook.checkpoint.errors import StagingFailed
+from shiftbook.checkpoint.layouts import split
+from shiftbook.checkpoint.transfer.plan import Stored
+from shiftbook.checkpoint.transfer.staging import Staging
+
+disk = Path(sys.argv[1])
+for spare in (0, 4096):
+    seen = os.statvfs(disk)
+    rows = (seen.f_bavail * seen.f_frsize - spare) // 4096
+    stored = {"w": Stored("float32", split("w", (rows, 1024), 0, 0, 1))}
+    noted = 0
+    try:
+        staging = Staging(stored, None, file=disk / "w", identity="i" * 64)
+        try:
+            while True:
+                staging.finished(SimpleNamespace(key=f"{noted:064d}"))
+                noted += 1
+        finally:
+            staging.close()
+    except StagingFailed as error:
+        print(noted, sorted(path.name for path in disk.iterdir()), error)
+"""
+
+
+def test_a_disk_that_fills_up_within_a_pull_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    """The second copy has its room; what notes its parcels has none, or none any more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
+    inside = ("unshare", "-rm", "sh", "-c", mount, "sh", sys.executable)
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    probe = subprocess.run([*inside, "-c", "pass"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"this user may not mount: {probe.stderr.strip()}")
+    done = subprocess.run(
+        [*inside, "-c", FULL_WITHIN, str(disk)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    at_once, later = (line.split(" ", 2) for line in done.stdout.splitlines())
+    assert (at_once[0], at_once[1]) == ("0", "[]")
+    assert int(later[0]) > 10
+    assert later[1] == "[]"
+    for _, _, said in (at_once, later):
+        assert f"expected room for the journal of {disk / 'w'}, found No space left" in said
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (lambda noted: noted, 3),
+        (lambda noted: noted[:-4], 2),
+        (lambda noted: noted + bytes(64), 3),
+        (lambda noted: bytes(len(noted)), 0),
+        (lambda noted: noted + bytes(64) + b"\n", 0),
+        (lambda noted: b"\xff\xfe" + noted, 0),
+        (lambda noted: noted + b"[1, 2]\n", 0),
+        (lambda noted: noted.replace(b"i", b"j"), 0),
+        (lambda noted: b"", 0),
+    ],
+    ids=["whole", "cut", "nulls", "all-nulls", "null-line", "no-text", "no-key", "other", "empty"],
+)
+def test_a_damaged_journal_costs_at_most_the_parcels_that_it_noted(
+    tmp_path: Path, damage: Any, kept: int
+) -> None:
+    """As a process or a machine that went down leaves it; the copy goes on, and again after."""
+    stored = {"w": Stored("float32", split("w", (8, 8), 0, 0, 1))}
+    orders = [SimpleNamespace(key=f"parcel-{number}") for number in range(5)]
+
+    def staged() -> Staging:
+        return Staging(stored, None, file=tmp_path / "w", identity="iii")
+
+    first = staged()
+    for order in orders[:3]:
+        first.finished(order)  # type: ignore[arg-type]
+    first.close(keep=True)
+    journal = tmp_path / "w.journal"
+    journal.write_bytes(damage(journal.read_bytes()))
+    second = staged()
+    assert second.done == {order.key for order in orders[:kept]}
+    second.finished(orders[4])  # type: ignore[arg-type]
+    second.close(keep=True)
+    third = staged()
+    assert third.done == {order.key for order in (*orders[:kept], orders[4])}
+    third.close()
+    assert not list(tmp_path.iterdir())
 
 
 MEASURED = """
