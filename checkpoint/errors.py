@@ -24,7 +24,8 @@ ShiftbookError
     ├── LiveSnapshotDamaged
     ├── TransferError (names the target or the source)
     │   ├── TransferRefused
-    │   │   └── BaseRefused
+    │   │   ├── BaseRefused
+    │   │   └── TokenRefused
     │   ├── TransferDamaged
     │   ├── SourceLost
     │   ├── StagingFailed
@@ -152,6 +153,10 @@ class TransferRefused(TransferError):
 
 class BaseRefused(TransferRefused):
     """A difference does not belong on what the receiver holds; the whole weights do."""
+
+
+class TokenRefused(TransferRefused):
+    """A token has ended, or is of another secret; with a good one the pull goes on where it was."""
 
 
 class TransferDamaged(TransferError):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shiftbook.checkpoint.errors import BaseRefused, SourceLost
+from shiftbook.checkpoint.errors import BaseRefused
 from shiftbook.checkpoint.fingerprint import Fingerprint
 from shiftbook.checkpoint.layouts import piece_fingerprints
 from shiftbook.checkpoint.transfer.budget import Budget
@@ -18,7 +18,7 @@ from shiftbook.checkpoint.transfer.link import Link
 from shiftbook.checkpoint.transfer.parcel import unpack
 from shiftbook.checkpoint.transfer.plan import Order, Stored, orders
 from shiftbook.checkpoint.transfer.pull import Pull, Pulled, parcel_bytes
-from shiftbook.checkpoint.transfer.staging import Staging
+from shiftbook.checkpoint.transfer.staging import RESUMABLE, Staging
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class Gathering:
     def gather(self, catalogue: Catalogue, base: Base | None) -> Gathered:
         """The version, as a difference from `base` where the sources have one, else everything.
 
-        Raises TransferError; a copy in a file is then kept only where a source was lost.
+        Raises TransferError; a copy in a file is then kept only where a source was lost, or let
+        this rank in no more.
         """
         if base is not None and (base.version, base.root) == (
             catalogue.base_version,
@@ -96,7 +97,7 @@ class Gathering:
                 staging.again()
                 pulled = self._pull(todo, staging, accept_error)
         except BaseException as error:
-            staging.close(keep=isinstance(error, SourceLost))
+            staging.close(keep=isinstance(error, RESUMABLE))
             raise
         return Gathered(staging, "whole" if base is None else "patch", pulled, resumed)
 

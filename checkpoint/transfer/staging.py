@@ -18,12 +18,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from shiftbook.checkpoint.errors import SourceLost, StagingFailed
+from shiftbook.checkpoint.errors import SourceLost, StagingFailed, TokenRefused
 from shiftbook.checkpoint.positions import ITEM_BYTES
 from shiftbook.checkpoint.transfer.boxes import whole
 from shiftbook.checkpoint.transfer.parcel import Place
 from shiftbook.checkpoint.transfer.plan import Order, Stored, Target
 
+RESUMABLE = (SourceLost, TokenRefused)
+"""Errors after which the same version may be asked for again: what was gathered stays."""
 _ALIGN = 64
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
@@ -31,7 +33,7 @@ _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 class Staging:
     """Arrays of bits for each stored tensor, and the keys of the orders that are done.
 
-    As a context it lets its file go at the end, unless a source was lost: the next try goes on.
+    As a context it lets its file go at the end, unless the next try can go on (``RESUMABLE``).
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(keep=isinstance(error, SourceLost))
+        self.close(keep=isinstance(error, RESUMABLE))
 
     def _copy_base(self) -> None:
         if self._base is not None:

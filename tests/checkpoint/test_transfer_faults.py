@@ -29,6 +29,7 @@ from shiftbook.checkpoint.errors import (
     ServingFailed,
     SourceLost,
     StagingFailed,
+    TokenRefused,
     TransferDamaged,
     TransferError,
     TransferRefused,
@@ -605,6 +606,37 @@ def test_a_spool_goes_on_after_a_lost_source(trainer: Trainer, tmp_path: Path) -
     assert 0 < done.moved_bytes < 0.8 * catalogue.nbytes
     assert np.array_equal(second.tensors["w"].view(np.float32), weights["w"])
     assert not list(spool.iterdir())
+    assert outcome_of(trainer, "e").outcome == "serving"
+
+
+@pytest.mark.parametrize("spooled", [True, False])
+def test_a_token_that_ends_within_a_pull_costs_no_parcel(
+    trainer: Trainer, tmp_path: Path, spooled: bool
+) -> None:
+    """It serves nothing; with a good token it goes on where it was, where there is a spool."""
+    weights = large()
+    catalogue = trainer.offers[0].publish(1, weights)
+    trainer.desk.open(catalogue, {"e": 1}, limit_s=60)
+    good = issue_token(SECRET, "e", 600)
+    ended = issue_token(SECRET, "e", 5, now_s=time.time() - 10)
+    calls: list[str] = []
+
+    def token() -> str:
+        calls.append(ended if 3 < len(calls) < 100 else good)
+        return calls[-1]
+
+    spool = tmp_path / "spool"
+    receiver = large_receiver(trainer.links("e", token=token)[:1], spool=spool if spooled else None)
+    with pytest.raises(TokenRefused, match=r"ended \d+ s ago; issue a new one"):
+        receiver.sync()
+    assert not receiver.serving
+    assert receiver.version is None
+    calls += [good] * 100
+    done = receiver.sync()
+    assert done.resumed == spooled
+    assert (done.moved_bytes < 0.8 * catalogue.nbytes) == spooled
+    assert np.array_equal(receiver.tensors["w"].view(np.float32), weights["w"])
+    assert not spooled or not list(spool.iterdir())
     assert outcome_of(trainer, "e").outcome == "serving"
 
 
