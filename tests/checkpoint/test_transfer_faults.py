@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -61,6 +62,7 @@ from tests.checkpoint.transfer_states import (
     state,
     sync_all,
 )
+from tests.scheduler.waiting import until
 
 LARGE = 1 << 20
 """Elements of the tensor that is long enough to be cut in mid-way: 4 MB."""
@@ -467,6 +469,57 @@ def test_silent_ranks_are_lost_and_may_not_come_late(trainer: Trainer) -> None:
     with pytest.raises(TransferRefused, match="ended for it"):
         late.sync()
     assert late.version is None
+
+
+STOPPED = """
+import sys
+from pathlib import Path
+from shiftbook.checkpoint.errors import TransferError
+from shiftbook.checkpoint.layouts import split
+from shiftbook.checkpoint.transfer.flight import FlightLink
+from shiftbook.checkpoint.transfer.plan import Stored
+from shiftbook.checkpoint.transfer.receiver import Receiver
+
+port, authority, token = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+link = FlightLink(0, "127.0.0.1", port, authority=authority, token=token)
+stored = {"w": Stored("float32", split("w", (1024, 1024), 0, 0, 1))}
+receiver = Receiver("e", [link], stored, limit_bytes=3 << 20)
+for _ in range(2):
+    try:
+        receiver.sync(wait_s=30)
+        print("took", receiver.version, receiver.serving)
+    except TransferError as error:
+        print(type(error).__name__, receiver.version, receiver.serving)
+"""
+
+
+@pytest.mark.slow
+def test_a_receiver_that_was_stopped_within_its_pull_serves_the_next_version(
+    trainer: Trainer,
+) -> None:
+    """Its version ends without it; when it goes on it may not serve that, and takes the next."""
+    first = trainer.offers[0].publish(1, large())
+    with SlowLink("127.0.0.1", trainer.served[0].port, rate_bytes_s=2e6) as line:
+        child = subprocess.Popen(
+            [
+                *(sys.executable, "-c", STOPPED, str(line.port)),
+                *(str(trainer.files.authority), issue_token(SECRET, "e", 600)),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            until(lambda: line.passed_bytes > 1_000_000)
+            child.send_signal(signal.SIGSTOP)
+            trainer.desk.open(first, {"e": 1}, limit_s=1)
+            assert outcome_of(trainer, "e").outcome == "lost"
+            trainer.desk.open(trainer.offers[0].publish(2, large(1)), {"e": 1}, limit_s=60)
+            child.send_signal(signal.SIGCONT)
+            said = child.communicate(timeout=60)[0].splitlines()
+        finally:
+            child.kill()
+    assert said == ["TransferRefused None False", "took 2 True"]
+    assert outcome_of(trainer, "e").outcome == "serving"
 
 
 def test_a_target_that_is_known_to_be_dead_is_waited_for_no_longer(trainer: Trainer) -> None:
