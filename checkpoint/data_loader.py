@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data import Sampler as TorchSampler
 
 from shiftbook.checkpoint.elastic import Place
-from shiftbook.checkpoint.errors import SamplerStateError
+from shiftbook.checkpoint.errors import LoaderWorkerLost, SamplerStateError
 from shiftbook.checkpoint.random_streams import keyed_streams
 from shiftbook.checkpoint.sampler import Draw, Sampler
 from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 
+_CAUGHT = "Caught "
+"""How torch begins the text of what a data set raised in a worker."""
 STREAM = "data-loader"
 """Owner of the random streams that samples are fetched with."""
 
@@ -172,9 +174,10 @@ class BatchIterator(Iterator[list[Draw]]):
 class ResumableLoader:
     """A ``torch.utils.data.DataLoader`` whose state is what its consumer took, batch by batch.
 
-    Batches that workers fetched ahead are not in the state: they are fetched again. ``options`` are
-    those of ``DataLoader`` (num_workers, prefetch_factor, pin_memory, …) but ``in_order=False``:
-    which batch comes next would depend on which worker is faster.
+    Batches that workers fetched ahead are not in the state: they are fetched again, also after a
+    worker died (LoaderWorkerLost): the next iteration has new ones and goes on there. ``options``
+    are those of ``DataLoader`` (num_workers, prefetch_factor, pin_memory, …) but
+    ``in_order=False``: which batch comes next would depend on which worker is faster.
     """
 
     def __init__(
@@ -189,21 +192,51 @@ class ResumableLoader:
         _check_in_order(options)
         self.batches = batches
         self._ahead = _Ahead(batches)
-        self._loader: DataLoader[Any] = DataLoader(
-            DrawnData(dataset, seed),
-            batch_sampler=self._ahead,
-            collate_fn=batches.collate(collate_fn),
-            **options,
-        )
+        self._workers = int(options.get("num_workers", 0))
+
+        def make() -> DataLoader[Any]:
+            return DataLoader(
+                DrawnData(dataset, seed),
+                batch_sampler=self._ahead,
+                collate_fn=batches.collate(collate_fn),
+                **options,
+            )
+
+        self._make = make
+        self._loader = make()
         self._taken = BatchIterator(batches)
 
     def __iter__(self) -> Iterator[DrawnBatch]:
-        """From where the state stands; a batch counts as taken when it is handed out."""
+        """From where the state stands; a batch counts as taken when it is handed out.
+
+        Raises LoaderWorkerLost where a worker ended, and what the data set raises.
+        """
         self._ahead.start = self._taken.state_dict()
         self._ahead.given = []
-        for batch in self._loader:
+        for batch in self._batches():
             next(self._taken)
             self._ahead.given.remove(batch.ordinals)
+            yield batch
+
+    def _batches(self) -> Iterator[DrawnBatch]:
+        fetched = iter(self._loader)
+        while True:
+            try:
+                batch = next(fetched)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self._workers or str(error).startswith(_CAUGHT):
+                    raise  # the data set's own
+                # Workers that were to be kept would be asked again for ever.
+                self._loader = self._make()
+                self._ahead.given = []
+                said = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise LoaderWorkerLost(
+                    f"expected {self._workers} workers to fetch samples, found one that ended "
+                    f"({said}); see whether the system killed it for its memory, and iterate "
+                    "again: that goes on after the last batch that was taken"
+                ) from error
             yield batch
 
     @property

@@ -18,12 +18,14 @@ ShiftbookError
     │   ├── PartMismatch
     │   └── BundleWriteFailed
     ├── SamplerStateError
+    ├── LoaderWorkerLost
     ├── RandomStreamError
     │   └── RandomStreamChanged (names the owners)
     ├── LiveSnapshotDamaged
     ├── TransferError (names the target or the source)
     │   ├── TransferRefused
-    │   │   └── BaseRefused
+    │   │   ├── BaseRefused
+    │   │   └── TokenRefused
     │   ├── TransferDamaged
     │   ├── SourceLost
     │   ├── StagingFailed
@@ -113,6 +115,10 @@ class SamplerStateError(CheckpointError):
     """A sampler state belongs to another rule, seed or data set, or points outside of it."""
 
 
+class LoaderWorkerLost(CheckpointError):
+    """A process that fetched samples ended; what it had is fetched again in a new iteration."""
+
+
 class RandomStreamError(CheckpointError):
     """Random states do not fit the generators that they are to be restored to."""
 
@@ -147,6 +153,10 @@ class TransferRefused(TransferError):
 
 class BaseRefused(TransferRefused):
     """A difference does not belong on what the receiver holds; the whole weights do."""
+
+
+class TokenRefused(TransferRefused):
+    """A token has ended, or is of another secret; with a good one the pull goes on where it was."""
 
 
 class TransferDamaged(TransferError):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
@@ -192,9 +195,12 @@ def load_manifest(path: str | os.PathLike[str]) -> BundleManifest:
     try:
         outer = canonical.decode(file.read_bytes())
     except OSError as error:
+        if file.parent.exists():
+            why = "a bundle without a manifest was never completed: use an earlier one"
+        else:
+            why = "its folder is not there, retention may have taken it: use the latest bundle"
         raise ManifestInvalid(
-            f"{where}: expected a bundle manifest, could not read it ({error.strerror}); a bundle "
-            "without a manifest was never completed: use an earlier one",
+            f"{where}: expected a bundle manifest, could not read it ({error.strerror}); {why}",
             path=where,
         ) from error
     except InvalidEvent as error:
@@ -225,6 +231,23 @@ def load_manifest(path: str | os.PathLike[str]) -> BundleManifest:
             path=where,
         )
     return manifest
+
+
+@contextmanager
+def being_read(folder: Path) -> Iterator[None]:
+    """Keep retention from a bundle while it is read, on this machine and wherever its file system
+    takes locks. The lock goes with the process; a bundle that is not there is not locked."""
+    try:
+        descriptor = os.open(folder / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:  # the reader finds out, and says so
+        yield
+        return
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def tensor_place(folder: str | os.PathLike[str], part: str, tensor: str) -> str:

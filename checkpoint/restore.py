@@ -22,6 +22,7 @@ from shiftbook.checkpoint.manifest import (
     BundleManifest,
     FileRange,
     PartRecord,
+    being_read,
     check_part,
     check_size,
     load_manifest,
@@ -38,10 +39,16 @@ def restore_bundle(
 
     Before loading: each part's bytes have the digest that the manifest gives, and the index names
     exactly the manifest's tensors and covers each of their elements once. After loading: each
-    tensor has the fingerprint that the live tensor had. Raises ManifestInvalid, or PartMissing,
-    PartDamaged or PartMismatch with the part in its text and in `.part`.
+    tensor has the fingerprint that the live tensor had. Retention leaves the bundle alone
+    meanwhile. Raises ManifestInvalid, or PartMissing, PartDamaged or PartMismatch with the part in
+    its text and in `.part`.
     """
     folder = Path(path)
+    with being_read(folder):
+        return _restored(folder, parts)
+
+
+def _restored(folder: Path, parts: Collection[str] | None) -> dict[str, dict[str, Tensor]]:
     manifest = load_manifest(folder)
     wanted = list(manifest.parts) if parts is None else list(parts)
     for name in wanted:

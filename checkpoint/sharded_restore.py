@@ -22,6 +22,7 @@ from shiftbook.checkpoint.group_agreement import on_all, on_first
 from shiftbook.checkpoint.manifest import (
     STATE_FOLDER,
     BundleManifest,
+    being_read,
     check_part,
     load_manifest,
 )
@@ -56,9 +57,21 @@ def restore_into(
     same device. `in_place=True` does without: then a PartDamaged or PartMismatch that says that
     the tensors hold a mixture means it, and another bundle must be restored before anything uses
     them. Of a part in other files each process reads whole tensors, one at a time, and keeps its
-    share.
+    share. Retention leaves the bundle alone meanwhile.
     """
     folder = Path(path)
+    with being_read(folder):
+        return _restored_into(folder, parts, kind, expected_missing, group, in_place)
+
+
+def _restored_into(
+    folder: Path,
+    parts: Parts,
+    kind: RestoreKind,
+    expected_missing: Collection[str],
+    group: dist.ProcessGroup | None,
+    in_place: bool,
+) -> dict[str, list[str]]:
     forms = on_all(lambda: _forms(parts), group)
     for rank, form in enumerate(forms):
         if form != forms[0]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,19 +39,30 @@ def list_bundles(root_dir: str | os.PathLike[str]) -> list[SavedBundle]:
     A folder whose manifest is missing or invalid, or whose files are absent or of another size,
     is not complete and not listed; contents are checked by `check_files` and on restore.
     """
-    found = []
-    for path in _bundle_paths(Path(root_dir)):
-        with suppress(BundleError):  # incomplete: not a bundle yet, or no longer
-            found.append(SavedBundle(path, check_files(path, content=False)))
-    return found
+    while True:
+        found, left = [], False
+        for path in _bundle_paths(Path(root_dir)):
+            try:
+                found.append(SavedBundle(path, check_files(path, content=False)))
+            except BundleError:  # incomplete: not a bundle yet, or no longer
+                left = left or not os.path.lexists(path)
+        if not left:
+            return found
+        # Retention took one away since the names were read, and a newer one may have come.
 
 
 def latest_bundle(root_dir: str | os.PathLike[str]) -> SavedBundle | None:
     """The complete bundle that was saved last, or None where there is none."""
-    for path in reversed(_bundle_paths(Path(root_dir))):
-        with suppress(BundleError):
-            return SavedBundle(path, check_files(path, content=False))
-    return None
+    while True:
+        left = False
+        for path in reversed(_bundle_paths(Path(root_dir))):
+            try:
+                return SavedBundle(path, check_files(path, content=False))
+            except BundleError:
+                left = left or not os.path.lexists(path)
+        if not left:
+            return None
+        # Retention took one away since the names were read, so a newer one has come.
 
 
 def retain(
@@ -66,20 +77,41 @@ def retain(
     The bytes of those that are kept are read and compared with their SHA-256 first: one that is
     damaged stays, but does not count, so that it pushes out no good one; `on_damaged` is told of
     it. `protected` holds bundle ids that stay in any case (lineage, golden traces). Folders that
-    are no complete bundle are not touched. Each is renamed before its files go, so a killed call
-    leaves no half-deleted bundle behind.
+    are no complete bundle are not touched, and neither is one that somebody restores just now. Each
+    is renamed before its files go, so a killed call leaves no half-deleted bundle behind.
     """
     if keep < 1:
         raise BundleError(f"expected to keep at least 1 bundle, found {keep}", path=str(root_dir))
     deleted = []
     with shelf_lock(root_dir) as root:
         for bundle in _before_the_newest(keep, list_bundles(root), on_damaged):
-            if bundle.bundle_id not in protected:
+            if bundle.bundle_id in protected:
+                continue
+            with _unless_read(bundle.path) as free:
+                if not free:
+                    continue
                 leaving = root / f"{_LEAVING_PREFIX}{bundle.path.name}"
                 bundle.path.rename(leaving)
                 shutil.rmtree(leaving)
                 deleted.append(bundle.path)
     return deleted
+
+
+@contextmanager
+def _unless_read(bundle: Path) -> Iterator[bool]:
+    """Keep readers away from a bundle that is about to go; False where one reads it now."""
+    descriptor = os.open(bundle / MANIFEST_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        except OSError:  # a file system without locks: nobody can say that it is read
+            pass
+        yield True
+    finally:
+        os.close(descriptor)
 
 
 def _before_the_newest(

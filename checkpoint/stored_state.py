@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ from shiftbook.checkpoint.saver_settings import without_group_warning
 
 DCP_INDEX = ".metadata"
 HF_INDEX = "model.safetensors.index.json"
+HF_INDEXES = "*.safetensors.index.json"
+"""Other models than the one that a folder is about are named otherwise (variants, parts)."""
+HF_SHARD = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 Kind = Literal["bundle", "dcp", "safetensors"]
 
@@ -76,10 +80,12 @@ def open_stored_state(path: str | os.PathLike[str], *, part: str = "policy") -> 
         return _dcp_folder(place, part)
     if place.is_file() and place.suffix == ".safetensors":
         return _safetensors(place, part, (place,))
-    if (place / HF_INDEX).is_file():
-        return _safetensors(place, part, _indexed_files(place, part))
+    index = _hf_index(place, part) if place.is_dir() else None
+    if index is not None:
+        return _indexed(place, part, index)
     found = tuple(sorted(place.glob("*.safetensors"))) if place.is_dir() else ()
     if found:
+        _check_counted(place, part, found)
         return _safetensors(place, part, found)
     raise BundleError(
         f"{place}: expected a bundle, a folder of torch.distributed.checkpoint, a .safetensors "
@@ -160,22 +166,64 @@ def _dcp_reader(
     return read
 
 
-def _indexed_files(folder: Path, part: str) -> tuple[Path, ...]:
-    """The shards that a Hugging Face index names."""
+def _hf_index(folder: Path, part: str) -> Path | None:
+    """The Hugging Face index of a folder; None where it has none."""
+    if (folder / HF_INDEX).is_file():
+        return folder / HF_INDEX
+    found = sorted(folder.glob(HF_INDEXES))
+    if len(found) > 1:
+        names = ", ".join(index.name for index in found)
+        raise _damaged(folder, part, f"expected one index, found {names}; keep one model a folder")
+    return found[0] if found else None
+
+
+def _indexed(folder: Path, part: str, index: Path) -> StoredState:
+    """The shards that an index names; each tensor stands in the one that the index says."""
     try:
-        index = json.loads((folder / HF_INDEX).read_text(encoding="utf-8"))
-        names = sorted(set(index["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _damaged(folder, part, f"{HF_INDEX} cannot be read ({error!r})") from error
-    for name in names:
-        if not (folder / name).is_file():
+        weights = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = {name: folder / name for name in sorted(set(weights.values()))}
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise _damaged(folder, part, f"{index.name} cannot be read ({error!r})") from error
+    for name, file in files.items():
+        if not file.is_file():
+            raise _shard_missing(folder, part, name, f"that {index.name} names")
+    state = _safetensors(folder, part, tuple(files.values()))
+    held = {name: _file_tensors(folder, part, file).keys() for name, file in files.items()}
+    for tensor, name in sorted(weights.items()):
+        if tensor not in held[name]:
             raise PartMissing(
-                f"{folder}: part {part}: expected the shard {name} that {HF_INDEX} names, found "
-                "no such file; fetch it again",
+                f"{folder}: part {part}: expected {tensor} in {name}, as {index.name} says, found "
+                "none of that name there; the shard is of another model or save: fetch it again",
                 path=str(folder),
                 part=part,
             )
-    return tuple(folder / name for name in names)
+    return state
+
+
+def _check_counted(folder: Path, part: str, files: tuple[Path, ...]) -> None:
+    """Shards that say how many they are must be all there, also where the index is lost."""
+    there: dict[tuple[str, str], dict[int, str]] = {}
+    for file in files:
+        counted = HF_SHARD.fullmatch(file.name)
+        if counted is not None:
+            stem, number, last = counted.groups()
+            there.setdefault((stem, last), {})[int(number)] = number
+    for (stem, last), numbers in there.items():
+        first = 0 if 0 in numbers else 1
+        width = len(next(iter(numbers.values())))
+        for number in range(first, first + int(last)):
+            if number not in numbers:
+                name = f"{stem}-{number:0{width}d}-of-{last}.safetensors"
+                raise _shard_missing(folder, part, name, "that the names of the others count")
+
+
+def _shard_missing(folder: Path, part: str, name: str, why: str) -> PartMissing:
+    return PartMissing(
+        f"{folder}: part {part}: expected the shard {name} {why}, found no such file; fetch it "
+        "again",
+        path=str(folder),
+        part=part,
+    )
 
 
 def _safetensors(place: Path, part: str, files: tuple[Path, ...]) -> StoredState:

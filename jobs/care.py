@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 from shiftbook.jobs.desk import Desk
 from shiftbook.jobs.right_of_way import RightOfWay
 from shiftbook.jobs.standing import Standing
 from shiftbook.jobs.state_records import restored, started
-from shiftbook.jobs.syncing import Syncer
+from shiftbook.jobs.syncing import Syncer, probed
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerError, ShiftbookError
 from shiftbook.ledger.events.life import ReplicaLost
@@ -112,7 +112,7 @@ class Care:
         cold = [r for r in wanted if fresh or alive[r]["state"] == "idle"]
         published = self._standing.last_published
         # A sync waits for a move that is under way, so an engine that is brought up to end one
-        # takes the version with the move, and says what it read at its first use.
+        # takes the version with the move: its probe is told here, what it read at its first use.
         syncs = bool(cold) and move is None
         operation = self._syncer.begin(published, cold, base=None) if syncs else None
         try:
@@ -122,7 +122,7 @@ class Care:
                 self._syncer.attached(operation, published, cold, ())
             raise
         self._standing.topology = topology
-        self._record_brought(brought)
+        self._record_brought(brought, move)
         if operation is not None:
             self._syncer.attached(operation, published, cold, brought)
         if any(b.component == "trainer" for b in brought):
@@ -155,13 +155,15 @@ class Care:
                 os.write(2, f"bringing up workers again: {first_line(error)}\n".encode())
         raise AssertionError("unreachable")
 
-    def _record_brought(self, brought: Sequence[Brought]) -> None:
+    def _record_brought(self, brought: Sequence[Brought], move: Grant | None) -> None:
         standing = self._standing
         for b in brought:
             if b.component == "inference":
                 standing.reference_prints = b.loaded.fingerprints
         attempt = standing.grant.operation
         drafts = [Draft(started(attempt, b)) for b in brought]
+        if move is not None:
+            drafts += _probes(attempt, brought, move)
         trainer = next((b for b in brought if b.component == "trainer"), None)
         if trainer is not None:
             event = restored(
@@ -262,3 +264,12 @@ class Care:
                 os.write(2, line.encode())
                 return False
         return True
+
+
+def _probes(attempt: str, brought: Sequence[Brought], move: Grant) -> Iterator[Draft]:
+    """The probe of each engine that was brought up to end a move, under the version it serves."""
+    for b in brought:
+        gap = b.loaded.said.get("gap")
+        if gap is not None:
+            event = probed(attempt, b.replica, b.loaded.said["version"], gap)
+            yield Draft(event, operation=move.operation)

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from shiftbook.ledger.cli_options import emit, emit_document, format_option
-from shiftbook.ledger.cli_types import NamedPath, Whole
+from shiftbook.ledger.cli_types import Finite, NamedPath, Whole
 
 
 @click.command()
@@ -63,6 +63,14 @@ from shiftbook.ledger.cli_types import NamedPath, Whole
     help="How weight syncs send a version: whole, as a lossless patch on the one before, or as one "
     "that may lose up to 0.0001 of each element, which the plan declares.",
 )
+@click.option(
+    "--start-limit",
+    "start_limit_s",
+    type=Finite(min=1),
+    default=None,
+    metavar="SECONDS",
+    help="How long an engine may take to start; 60 s with torch, 900 s with vllm.",
+)
 @format_option()
 def demo(
     out: Path,
@@ -74,6 +82,7 @@ def demo(
     engine: Any,
     shadow: int | None,
     sync_encoding: Any,
+    start_limit_s: float | None,
     format_: Any,
 ) -> int:
     """Train a small policy with RL on this machine while its devices move through the ledger.
@@ -92,7 +101,13 @@ def demo(
     def tell(text: str) -> None:
         click.echo(text, err=True)
 
+    waited: dict[str, str] = {}
+
     def seen(name: str, status: dict[str, Any]) -> None:
+        waits_for = status["waits_for"]
+        if waits_for is not None and waited.get(name) != waits_for:
+            waited[name] = waits_for
+            tell(f"  {name}: {waits_for}")
         done = status["iterations"]
         if len(done) > shown.get(name, 0):
             shown[name] = len(done)
@@ -115,6 +130,7 @@ def demo(
         engine=engine,
         shadow=shadow,
         sync_encoding=sync_encoding,
+        start_limit_s=start_limit_s,
     )
     failures = outcome.failures()
     if format_ == "json":

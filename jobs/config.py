@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shiftbook.checkpoint.sampler import HASH_SORT
 from shiftbook.jobs.engine_types import Caches
-from shiftbook.jobs.engines import EngineName
+from shiftbook.jobs.engines import START_LIMITS_S, EngineName
 from shiftbook.ledger import canonical
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
@@ -139,6 +139,9 @@ class JobConfig(BaseModel):
     """Seed of moves drawn at random, for tests; None lets the proposer decide."""
     engine: EngineName = "torch"
     """The reference engine gives bits; vLLM gives them up to the last ones."""
+    start_limit_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """How long an engine may take to start; None takes what is usual for it. No result depends on
+    it, so it is not declared: a job that could not start may be taken up again with another."""
     caches: Caches = "flush"
     """How an engine keeps values of older weights apart: flushed in a sync, or salted by load."""
     tolerance: float | None = Field(default=None, gt=0)
@@ -174,6 +177,11 @@ class JobConfig(BaseModel):
                 f"{self.sync_encoding} with {self.max_error}"
             )
         return self
+
+    @property
+    def engine_start_s(self) -> float:
+        """How long an engine may take to start."""
+        return self.start_limit_s or START_LIMITS_S[self.engine]
 
     def worker_config(self) -> dict[str, Any]:
         """What a worker's component is made from."""
@@ -225,7 +233,7 @@ def plan_of(config: JobConfig) -> Plan:
             clip_range=0.2,
             model_parallel=False,
         ),
-        moves=MovePlan(mode="act" if config.schedule == "dynamic" else "observe"),
+        moves=moves_of(config),
         shadow=shadow_of(config),
         syncs=syncs_of(config),
         required_invariants=(
@@ -238,6 +246,15 @@ def plan_of(config: JobConfig) -> Plan:
             **({} if config.tolerance is None else {"I16": config.tolerance}),
             **({} if config.reduction == "tree" else {"replay": UNORDERED_TOLERANCE}),
         },
+    )
+
+
+def moves_of(config: JobConfig) -> MovePlan:
+    """Whether anything moves, and how long a reboot may take: its engines start anew."""
+    usual_s = MovePlan.model_fields["reboot_limit_s"].default
+    return MovePlan(
+        mode="act" if config.schedule == "dynamic" else "observe",
+        reboot_limit_s=max(usual_s, usual_s / 2 + START_LIMITS_S[config.engine]),
     )
 
 
@@ -353,7 +370,8 @@ def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
         plan=plan_of(config),
         job_path="shiftbook.jobs.loop:TrainingLoop",
         # What the ledger keeps says where it stands, and not who may come in.
-        config=config.model_dump(mode="json") | {"ledger_url": public_url(config.ledger_url)},
+        config=config.model_dump(mode="json", exclude={"start_limit_s"})
+        | {"ledger_url": public_url(config.ledger_url)},
         # What vLLM draws depends on what shares a batch, and an unordered sum on what came first:
         # no other run gives the same bits.
         replay="shiftbook.jobs.replay:reference_job" if gives_bits(config) else None,

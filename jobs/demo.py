@@ -108,12 +108,14 @@ def run_demo(
     engine: EngineName = "torch",
     shadow: int | None = None,
     sync_encoding: SyncEncoding = "full",
+    start_limit_s: float | None = None,
 ) -> Outcome:
     """Run what is not in the folder's ledger yet, verify everything, and write the report.
 
     A folder whose run was cut short is taken up again: each job continues from its last bundle.
     An engine that gives no bits is calibrated first, in a process of its own. With ``shadow`` every
-    so many iterations of the dynamic run one is run again beside it.
+    so many iterations of the dynamic run one is run again beside it. An engine may take
+    ``start_limit_s`` to start; None takes what is usual for it.
     """
     check_engine(engine)
     if shadow is not None and (engine != "torch" or "dynamic" not in schedules):
@@ -151,7 +153,8 @@ def run_demo(
         for schedule in schedules:
             config = _config(place, schedule, iterations, seed, engine, noise)
             loss = {"max_error": MAX_ERROR} if sync_encoding == "lossy" else {}
-            config = config.model_copy(update={"sync_encoding": sync_encoding, **loss})
+            given = {"sync_encoding": sync_encoding, "start_limit_s": start_limit_s, **loss}
+            config = config.model_copy(update=given)
             if schedule == "dynamic":
                 config = config.model_copy(update={"shadow_every": shadow})
             if schedule == "static":
@@ -165,7 +168,7 @@ def run_demo(
             how[schedule] = "run"
             tell(f"{schedule}: {iterations} iterations")
             job = RunningJob(config, cluster.devices)
-            limit_s = START_LIMIT_S + ITERATION_LIMIT_S * iterations
+            limit_s = START_LIMIT_S + config.engine_start_s + ITERATION_LIMIT_S * iterations
             trouble = Chaos(job, chaos, cluster.devices) if chaos is not None else None
             beside = Beside(place.ledger_url, config.job)
             try:

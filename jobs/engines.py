@@ -11,6 +11,9 @@ from shiftbook.jobs.model import ModelConfig
 from shiftbook.ledger.errors import MissingExtra
 
 EngineName = Literal["torch", "vllm"]
+START_LIMITS_S: dict[EngineName, float] = {"torch": 60.0, "vllm": 900.0}
+"""How long an engine may take from its process's first import until it can take weights. vLLM reads
+its model, and on GPUs captures its graphs: minutes where the storage is slow."""
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 
 

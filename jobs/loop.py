@@ -65,8 +65,6 @@ BY = "training-loop"
 CLOSE_WAIT_S = 0.25
 """Pause between two tries to close the job."""
 MOVE_WAIT_S = 0.05
-MOVES_LIMIT_S = 60.0
-"""How long a job that has ended waits for its last moves to be closed."""
 LOCK_LIMIT_S = 2.0
 """How long the loop waits for the ledger before it goes on without."""
 CLOSE_LIMIT_S = 600.0
@@ -110,9 +108,12 @@ class TrainingLoop:
             },
             node_address(),
         )
-        self._way = RightOfWay(self.config.job, self._standing, self._desk.wake)
+        self._way = RightOfWay(
+            self.config.job, self._standing, self._desk.wake, self.config.engine_start_s
+        )
         self._phase = "starting"
         self._error: str | None = None
+        self._waits_for: str | None = None
         self._training = threading.Event()
         self._done = threading.Event()
         self._stopping = threading.Event()
@@ -161,6 +162,7 @@ class TrainingLoop:
             "pid": os.getpid(),
             "phase": self._phase,
             "error": self._error,
+            "waits_for": self._waits_for,
             "done": self._done.is_set(),
             "iterations": list(self._times),
             "attempt": self._standing.attempt,
@@ -187,6 +189,10 @@ class TrainingLoop:
     ) -> None:
         """The move is over, one way or another."""
         self._way.end_move(operation, Topology.model_validate(topology), stalls, committed)
+
+    def start_limit_s(self) -> float:
+        """How long an engine may take to start."""
+        return self.config.engine_start_s
 
     def await_workers(self) -> None:
         """Wait until every worker process is there and serves the job."""
@@ -244,7 +250,13 @@ class TrainingLoop:
         assignment = Assignment(
             config.job, config.ledger_url, f"loop:{config.job}", config.worker_config()
         )
-        supervisor = Supervisor(self._fleet, assignment, self._standing.payload)
+        supervisor = Supervisor(
+            self._fleet,
+            assignment,
+            self._standing.payload,
+            start_limit_s={"rollout": config.engine_start_s},
+            tell=self._tell,
+        )
         self._recording = self._await_recording()
         close_open_moves(self._ledger, config, supervisor, self._standing, BY)
         start = resume_point(self._ledger, config)
@@ -257,6 +269,12 @@ class TrainingLoop:
                 return
             self._one_iteration(number)
         self._finish()
+
+    def _tell(self, waits_for: str | None) -> None:
+        """Say which processes are waited for, to whoever asks and in this process's log."""
+        self._waits_for = waits_for
+        if waits_for is not None:
+            os.write(2, f"{waits_for}\n".encode())
 
     def _await_ledger(self) -> Ledger:
         """Open the ledger, for as long as its server is away.
@@ -427,7 +445,7 @@ class TrainingLoop:
 
     def _await_closed_moves(self) -> None:
         """A move that was granted and did not begin is abandoned by its controller."""
-        deadline = time.monotonic() + MOVES_LIMIT_S
+        deadline = time.monotonic() + self._way.limit_s
         while True:
             operations = self._ledger.state().job(self.config.job).operations.values()
             left = [o.operation for o in operations if o.open and o.status != "proposed"]
@@ -435,8 +453,8 @@ class TrainingLoop:
                 return
             if time.monotonic() > deadline:
                 raise MoveFailed(
-                    f"expected {', '.join(left)} to be closed within {MOVES_LIMIT_S:.0f} s of the "
-                    f"last iteration; run `shiftbook recover {self.config.job}`"
+                    f"expected {', '.join(left)} to be closed within {self._way.limit_s:.0f} s "
+                    f"of the last iteration; run `shiftbook recover {self.config.job}`"
                 )
             self._done.wait(MOVE_WAIT_S)
 

@@ -10,8 +10,9 @@ from shiftbook.jobs.standing import Standing
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.errors import MoveFailed
 
-TRAINER_GATE_LIMIT_S = 60.0
-"""How long an update or a repair waits for a move that is under way."""
+MOVE_LIMIT_S = 60.0
+"""How long an update or a repair waits for a move that is under way, beside the start of engines
+that may be part of its end."""
 UPDATE = "update"
 """Owner of the trainer that is no move."""
 
@@ -22,8 +23,12 @@ class RightOfWay:
     ``wake`` is called when a move has ended, so that work waiting for its replicas flows again.
     """
 
-    def __init__(self, job: str, standing: Standing, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, job: str, standing: Standing, wake: Callable[[], None], start_limit_s: float = 0.0
+    ) -> None:
         self._job, self._standing, self._wake = job, standing, wake
+        self.limit_s = MOVE_LIMIT_S + start_limit_s
+        """How long anything waits for a move that is under way."""
         self._free = threading.Condition()
         self._owner: str | None = None
         """Of the trainer: a move, or the update."""
@@ -103,16 +108,16 @@ class RightOfWay:
     def await_move(self) -> None:
         """Wait until no move is under way, or for the limit."""
         with self._free:
-            self._free.wait_for(lambda: self.moving is None, TRAINER_GATE_LIMIT_S)
+            self._free.wait_for(lambda: self.moving is None, self.limit_s)
 
     @contextmanager
     def trainer(self) -> Iterator[None]:
         """Have the trainer; waits for a move of it, and raises MoveFailed when it does not end."""
         with self._free:
-            if not self._free.wait_for(lambda: self._owner is None, TRAINER_GATE_LIMIT_S):
+            if not self._free.wait_for(lambda: self._owner is None, self.limit_s):
                 raise MoveFailed(
                     f"expected move {self._owner} to end within "
-                    f"{TRAINER_GATE_LIMIT_S:.0f} s; run `shiftbook recover {self._job}`"
+                    f"{self.limit_s:.0f} s; run `shiftbook recover {self._job}`"
                 )
             self._owner = UPDATE
         try:

@@ -189,8 +189,10 @@ class RunningJob:
                     break
             threading.Event().wait(POLL_S)
         if status is None or not status["done"]:
+            waits_for = None if status is None else status["waits_for"]
+            why = "" if waits_for is None else f" ({waits_for})"
             raise JobError(
-                f"expected job {self.config.job} to end within {limit_s:.0f} s, it did not; "
+                f"expected job {self.config.job} to end within {limit_s:.0f} s, it did not{why}; "
                 f"`shiftbook log --job {self.config.job}` shows how far it came"
             )
         if status["error"]:

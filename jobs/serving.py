@@ -55,8 +55,9 @@ class Taken:
     """Version that is served instead; None where none is."""
 
     def said(self) -> dict[str, Any]:
-        """What a record says beside version, fingerprints and bytes."""
+        """What a record says beside fingerprints and bytes."""
         return {
+            "version": self.version,
             "fingerprint_of": self.fingerprint_of,
             "caches_flushed": self.caches_flushed,
             "gap": self.gap,

@@ -41,7 +41,6 @@ from shiftbook.scheduler.fleet import Fleet
 from shiftbook.scheduler.recording import Recording
 from shiftbook.scheduler.supervision import Brought
 
-MOVE_LIMIT_S = 60.0
 LOOK_AGAIN_S = 0.05
 TRIES = 2
 """How often a version is offered to an engine that refuses it."""
@@ -97,7 +96,7 @@ class Syncer:
         self._count += 1
         operation = f"sync-{self._grant.operation}-{published.version}-{self._count}"
         self._recording.flush()
-        deadline = time.monotonic() + MOVE_LIMIT_S
+        deadline = time.monotonic() + self._way.limit_s
         gated = False
         while not gated:
             topology, asked = targets()
@@ -115,7 +114,7 @@ class Syncer:
                 if repair or self._way.begin_sync():
                     break
                 # The move that is under way ends when the ledger is back, however long that takes.
-                deadline = time.monotonic() + MOVE_LIMIT_S
+                deadline = time.monotonic() + self._way.limit_s
                 threading.Event().wait(LOOK_AGAIN_S)
         try:
             if not gated:
@@ -273,8 +272,9 @@ class Syncer:
                 )
                 continue
             taken = Taken(
-                published.version,
-                {k.removeprefix("model/"): v for k, v in b.loaded.fingerprints.items()},
+                fingerprints={
+                    k.removeprefix("model/"): v for k, v in b.loaded.fingerprints.items()
+                },
                 moved_bytes=b.loaded.moved_bytes,
                 sync_s=b.start_s,
                 **b.loaded.said,

@@ -19,7 +19,11 @@ from shiftbook.ledger.errors import (
     StaleGrant,
     UnknownJob,
 )
-from shiftbook.ledger.events.reallocation import ReallocationQuiesced, ReallocationTransferred
+from shiftbook.ledger.events.reallocation import (
+    ReallocationProposed,
+    ReallocationQuiesced,
+    ReallocationTransferred,
+)
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.job_state import OperationState
@@ -67,8 +71,12 @@ def recover(
     by: str = "recover",
     reason: str = "the controller is presumed dead",
     gate: Gate | None = None,
+    leave_asked: bool = False,
 ) -> list[Outcome]:
     """End every open move of a job; give what became of each, in the order of proposal.
+
+    ``leave_asked`` is for a controller that starts: what an operator proposed and nobody granted
+    was no controller's that could have died. It stays open, for the one that starts to decide.
 
     Without ``mover`` each move's own is opened (see ``find_mover``); a move that names none is
     poisoned, since nobody can say where its processes stand. A move that another recovery takes
@@ -79,10 +87,20 @@ def recover(
         raise UnknownJob(job, ledger.jobs())
     gate = gate or Gate(ledger, by=by)
     opened = [known for known in ledger.state().job(job).operations.values() if known.open]
+    if leave_asked:
+        opened = [known for known in opened if not _asked(ledger, known)]
     return [
         _end(gate, known, known.status, mover, reason)
         for known in sorted(opened, key=lambda known: known.proposed_position)
     ]
+
+
+def _asked(ledger: Ledger, known: OperationState) -> bool:
+    """True for a proposal of an operator that waits for its decision."""
+    if known.status != "proposed":
+        return False
+    event = ledger.event(known.proposed_position).parsed()
+    return isinstance(event, ReallocationProposed) and event.proposer == "operator"
 
 
 def _end(

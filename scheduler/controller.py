@@ -117,7 +117,7 @@ class Controller:
             assert job.opened is not None
             fleet = job_fleet(job.opened.job_path)
             mover = RayMover(fleet, self._loop, self._job, job.opened.components)
-            recover(ledger, self._job, mover, by="controller", gate=self._gate)
+            recover(ledger, self._job, mover, by="controller", gate=self._gate, leave_asked=True)
             runner = MoveRunner(self._gate, fleet, self._loop, mover)
             runner.at_boundary = self._boundary
             policy = self._policy(job)

@@ -14,7 +14,7 @@ from typing import Any
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.cluster import NAMESPACE, NODE_PREFIX, SLOT_RESOURCE, import_ray
 from shiftbook.scheduler.errors import WorkerLost, first_line
-from shiftbook.scheduler.workers.host import Assignment, HostSpec, WorkerHost
+from shiftbook.scheduler.workers.host import HostSpec, WorkerHost
 
 START_LIMIT_S = 90.0
 STEP_LIMIT_S = 20.0
@@ -145,10 +145,6 @@ class Fleet:
                 raise WorkerLost(f"no process for {replica} in this cluster ({error})") from error
         return self._handles[replica]
 
-    def attach(self, assignment: Assignment, *, limit_s: float = START_LIMIT_S) -> None:
-        """Let every process serve a job."""
-        self.each(list(self.hosts), "attach", assignment, limit_s=limit_s)
-
     def send(self, replica: str, method: str, *arguments: Any) -> Any:
         """Begin a call; returns its future."""
         return getattr(self.handle(replica), method).remote(*arguments)
@@ -178,6 +174,13 @@ class Fleet:
 
     def statuses(self, limit_s: float = 3.0) -> dict[str, dict[str, Any] | None]:
         """Status by replica; None for a process that is gone or silent."""
+        return self.roll_call(limit_s)[0]
+
+    def roll_call(
+        self, limit_s: float = 3.0
+    ) -> tuple[dict[str, dict[str, Any] | None], frozenset[str]]:
+        """Status by replica, None where there was none, and which replicas kept silent: their
+        process is there, or being made, and has no time to answer; the others are gone."""
         ray = import_ray()
         futures: dict[str, Any] = {}
         answers: dict[str, dict[str, Any] | None] = dict.fromkeys(self.hosts)
@@ -194,7 +197,7 @@ class Fleet:
                     answers[replica] = ray.get(future)
                 except ray.exceptions.RayError:
                     answers[replica] = None
-        return answers
+        return answers, frozenset(r for r, future in futures.items() if future not in done)
 
 
 def topology_of(

@@ -58,7 +58,7 @@ class LoopClient:
 
     def await_workers(self) -> None:
         """Wait until every process is there again and serves the job."""
-        self.call("await_workers")
+        self.call("await_workers", limit_s=self._patience_s())
 
     def train_again(self) -> None:
         """Let every group of the iteration go to the trainer again."""
@@ -74,9 +74,15 @@ class LoopClient:
         moves that are open, with every process brought up from the last bundle.
         """
         try:
-            self.call("repair", topology.model_dump(), move, forward)
+            limit_s = self._patience_s()
+            self.call("repair", topology.model_dump(), move, forward, limit_s=limit_s)
         except LoopLost as error:
             raise RecoverLater(f"{error}; its next start ends the move, start the job") from error
+
+    def _patience_s(self) -> float:
+        """How long the loop may take to bring up what died: an engine takes its time to start. A
+        loop that died meanwhile is noticed at once."""
+        return CALL_LIMIT_S + float(self.call("start_limit_s"))
 
 
 class RayMover:

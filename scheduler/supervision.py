@@ -15,14 +15,17 @@ from typing import Any
 
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.topology import Topology
+from shiftbook.scheduler.cluster import import_ray
 from shiftbook.scheduler.errors import WorkerLost
 from shiftbook.scheduler.fleet import Fleet, topology_of
 from shiftbook.scheduler.workers.component import Layout, Loaded
 from shiftbook.scheduler.workers.host import Assignment
 
 RESTART_LIMIT_S = 60.0
-"""How long a process that died may take to be there again."""
+"""How long a process that died may take to be there again, and usually to be ready to serve."""
 LOOK_AGAIN_S = 0.1
+TELL_S = 10.0
+"""Pause between two words about processes that are waited for."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,49 @@ class Brought:
     start_s: float
 
 
+class _Waiting:
+    """Which replicas are waited for, since when, and what was told of it."""
+
+    def __init__(self, tell: Callable[[str | None], None]) -> None:
+        self._tell = tell
+        self._since_s: dict[str, float] = {}
+        self._told_s = time.monotonic()
+        self._told = False
+
+    def on(self, replica: str, what: str, limit_s: float) -> None:
+        """Wait on; raises WorkerLost where that has taken longer than ``limit_s``."""
+        now_s = time.monotonic()
+        waited_s = now_s - self._since_s.setdefault(replica, now_s)
+        if waited_s > limit_s:
+            raise WorkerLost(
+                f"{replica}: expected {what} within {limit_s:.0f} s, found none; look at its node "
+                "and at what its process wrote, or give it longer (start_limit_s)"
+            )
+        if now_s - self._told_s >= TELL_S:
+            self._told_s, self._told = now_s, True
+            self._tell(
+                f"{replica}: waited {waited_s:.0f} s for {what}, at most {limit_s:.0f} s; "
+                f"{len(self._since_s)} to go"
+            )
+
+    def done(self, replica: str) -> None:
+        """It is there; if it has to be waited for again, that counts from then."""
+        self._since_s.pop(replica, None)
+
+    def over(self) -> None:
+        """Nobody waits any more."""
+        if self._told:
+            self._tell(None)
+
+
 class Supervisor:
     """Makes the processes match a topology.
 
     ``payload`` gives what a component is restored from; ``resharded`` names the components whose
     replicas hold parts of one state, so that they are restored together or not at all.
+    ``start_limit_s`` is by component how long its process may take to be ready to serve, where that
+    is not ``RESTART_LIMIT_S``; whoever waits is told what for by ``tell``, and by ``None`` when
+    nobody waits any more. A process that ends is noticed at once.
     """
 
     def __init__(
@@ -49,11 +90,15 @@ class Supervisor:
         assignment: Assignment,
         payload: Callable[[str], dict[str, Any]],
         resharded: frozenset[str] = frozenset({"trainer"}),
+        start_limit_s: Mapping[str, float] | None = None,
+        tell: Callable[[str | None], None] = lambda text: None,
     ) -> None:
         self.fleet = fleet
         self.assignment = assignment
         self._payload = payload
         self._resharded = resharded
+        self._start_limit_s = dict(start_limit_s or {})
+        self._tell = tell
         self._lock = threading.Lock()
         self._generation = 0
         self._unreported: set[str] = set()
@@ -71,31 +116,60 @@ class Supervisor:
                 wanted[host.replica] = Layout(0, 1, "")
         return wanted
 
-    def living(self, limit_s: float = RESTART_LIMIT_S) -> dict[str, dict[str, Any]]:
-        """Status of every process, all attached; waits for those that are being restarted."""
-        deadline = time.monotonic() + limit_s
+    def living(self) -> dict[str, dict[str, Any]]:
+        """Status of every process, all attached; waits for those that are being restarted, and for
+        engines that start.
+
+        Raises WorkerLost for one that ends meanwhile, and for one that takes longer than it may.
+        """
+        waiting = _Waiting(self._tell)
+        try:
+            while True:
+                statuses = self._answered(waiting)
+                strangers = [
+                    replica
+                    for replica, status in statuses.items()
+                    if (status["job"], status["ledger_url"])
+                    != (self.assignment.job, self.assignment.ledger_url)
+                ]
+                if not strangers:
+                    return statuses
+                self._attach(strangers, waiting)
+        finally:
+            waiting.over()
+
+    def _limit_s(self, replica: str) -> float:
+        return self._start_limit_s.get(self.fleet.hosts[replica].component, RESTART_LIMIT_S)
+
+    def _answered(self, waiting: _Waiting) -> dict[str, dict[str, Any]]:
+        """Status of every process. One that is gone comes again within a minute or not at all; one
+        that keeps silent may be busy with its start."""
         while True:
-            statuses = self.fleet.statuses()
-            lost = [replica for replica, status in statuses.items() if status is None]
-            if not lost:
-                break
-            if time.monotonic() > deadline:
-                raise WorkerLost(
-                    f"expected {', '.join(lost)} within {limit_s:.0f} s, found no process; "
-                    "look at the node that it ran on"
-                )
+            statuses, silent = self.fleet.roll_call()
+            there = {r: status for r, status in statuses.items() if status is not None}
+            if len(there) == len(statuses):
+                return there
+            for replica in there:
+                waiting.done(replica)
+            for replica in statuses.keys() - there.keys():
+                if replica in silent:
+                    waiting.on(replica, "an answer", self._limit_s(replica))
+                else:
+                    waiting.on(replica, "a process", RESTART_LIMIT_S)
             threading.Event().wait(LOOK_AGAIN_S)
-        strangers = [
-            replica
-            for replica, status in statuses.items()
-            if status is not None
-            and (status["job"], status["ledger_url"])
-            != (self.assignment.job, self.assignment.ledger_url)
-        ]
-        if strangers:
-            self.fleet.each(strangers, "attach", self.assignment, limit_s=limit_s)
-            return self.living(limit_s)
-        return {replica: status for replica, status in statuses.items() if status is not None}
+
+    def _attach(self, replicas: Iterable[str], waiting: _Waiting) -> None:
+        """Let processes serve the job; there an engine is made, which takes what it takes."""
+        ray = import_ray()
+        pending = {self.fleet.send(r, "attach", self.assignment): r for r in replicas}
+        while pending:
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=LOOK_AGAIN_S)
+            for future in ready:
+                replica = pending.pop(future)
+                self.fleet.gather({replica: future})
+                waiting.done(replica)
+            for replica in pending.values():
+                waiting.on(replica, "it to be ready", self._limit_s(replica))
 
     def repair(
         self,

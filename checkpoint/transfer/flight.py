@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from shiftbook.checkpoint.errors import (
     ServingFailed,
     SourceLost,
+    TokenRefused,
     TransferDamaged,
     TransferError,
     TransferRefused,
@@ -249,7 +250,7 @@ class FlightLink(Link):
         """What a failed call means."""
         where = f"rank {self.rank} at {self._where}"
         if isinstance(error, flight.FlightUnauthenticatedError):
-            return TransferRefused(f"{where}: {str(error).partition('. Detail:')[0]}", where=where)
+            return TokenRefused(f"{where}: {str(error).partition('. Detail:')[0]}", where=where)
         said = getattr(error, "extra_info", None)
         if isinstance(error, flight.FlightServerError) and said:
             try:

@@ -7,6 +7,7 @@ copy outlives its process: a journal beside it names the parcels that stand in i
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -17,12 +18,14 @@ from typing import Any, Self
 
 import numpy as np
 
-from shiftbook.checkpoint.errors import SourceLost, StagingFailed
+from shiftbook.checkpoint.errors import SourceLost, StagingFailed, TokenRefused
 from shiftbook.checkpoint.positions import ITEM_BYTES
 from shiftbook.checkpoint.transfer.boxes import whole
 from shiftbook.checkpoint.transfer.parcel import Place
 from shiftbook.checkpoint.transfer.plan import Order, Stored, Target
 
+RESUMABLE = (SourceLost, TokenRefused)
+"""Errors after which the same version may be asked for again: what was gathered stays."""
 _ALIGN = 64
 _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
@@ -30,7 +33,7 @@ _BITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 class Staging:
     """Arrays of bits for each stored tensor, and the keys of the orders that are done.
 
-    As a context it lets its file go at the end, unless a source was lost: the next try goes on.
+    As a context it lets its file go at the end, unless the next try can go on (``RESUMABLE``).
     """
 
     def __init__(
@@ -63,10 +66,9 @@ class Staging:
         return [self._place(target) for target in order.targets]
 
     def finished(self, order: Order) -> None:
-        """The boxes of an order stand in it."""
+        """The boxes of an order stand in it. Raises StagingFailed where that cannot be noted."""
         if self._journal is not None:
-            self._journal.write(json.dumps(order.key) + "\n")
-            self._journal.flush()
+            self._note(order.key)
         self.done.add(order.key)
 
     def again(self) -> None:
@@ -74,14 +76,13 @@ class Staging:
         self.done.clear()
         self._copy_base()
         if self._journal is not None:
-            self._journal.close()
+            self._end_journal()
             self._begin_journal()
 
     def close(self, *, keep: bool = False) -> None:
         """Let the file go, unless it is kept; arrays that were handed out stay readable."""
         if self._journal is not None:
-            self._journal.close()
-            self._journal = None
+            self._end_journal()
         if self._file is not None and not keep:
             self._file.unlink(missing_ok=True)
             _journal_of(self._file).unlink(missing_ok=True)
@@ -95,7 +96,7 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(keep=isinstance(error, SourceLost))
+        self.close(keep=isinstance(error, RESUMABLE))
 
     def _copy_base(self) -> None:
         if self._base is not None:
@@ -148,13 +149,38 @@ class Staging:
 
     def _begin_journal(self) -> None:
         assert self._file is not None
-        journal = _journal_of(self._file)
-        if self.done:
-            self._journal = journal.open("a", encoding="utf-8")
-            return
-        self._journal = journal.open("w", encoding="utf-8")
-        self._journal.write(json.dumps(self._identity) + "\n")
-        self._journal.flush()
+        try:
+            # Anew, since the one before may end within a line; unbuffered, since a close must not
+            # write what a full disk refused before.
+            self._journal = _journal_of(self._file).open("wb", buffering=0)
+            for text in (self._identity, *sorted(self.done)):
+                self._note(text)
+        except OSError as error:
+            self.close()
+            raise self._failed(error) from error
+        except StagingFailed:
+            self.close()
+            raise
+
+    def _note(self, text: str) -> None:
+        """Write a line of the journal; one that is cut off is none."""
+        line = json.dumps(text).encode() + b"\n"
+        try:
+            if self._journal.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _end_journal(self) -> None:
+        self._journal.close()
+        self._journal = None
+
+    def _failed(self, error: OSError) -> StagingFailed:
+        return StagingFailed(
+            f"expected room for the journal of {self._file}, found {error.strerror}; free some, or "
+            "gather the version in memory or elsewhere",
+            where=str(self._file),
+        )
 
 
 def _nbytes(stored: Stored) -> int:
@@ -170,10 +196,14 @@ def _read_journal(journal: Path, identity: str) -> set[str] | None:
     if not journal.exists():
         return None
     # A process that died in mid-write leaves a line without its end: that parcel is pulled again.
-    lines = journal.read_text(encoding="utf-8").split("\n")[:-1]
-    if not lines or json.loads(lines[0]) != identity:
+    lines = journal.read_bytes().split(b"\n")[:-1]
+    try:
+        noted = [json.loads(line) for line in lines]
+    except ValueError:
+        return None  # a machine that went down leaves anything
+    if not noted or noted[0] != identity or not all(isinstance(key, str) for key in noted):
         return None
-    return {json.loads(line) for line in lines[1:]}
+    return set(noted[1:])
 
 
 def _reserve(descriptor: int, total: int, file: Path) -> None:
@@ -181,5 +211,5 @@ def _reserve(descriptor: int, total: int, file: Path) -> None:
     disk = os.statvfs(file.parent)
     free = disk.f_bavail * disk.f_frsize
     if total > free:
-        raise OSError(28, f"{free} bytes free on the disk")
+        raise OSError(errno.ENOSPC, f"{free} bytes free on the disk")
     os.posix_fallocate(descriptor, 0, total)

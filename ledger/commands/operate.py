@@ -89,8 +89,8 @@ def propose(
     The gate applies its rules at once; a rejection is recorded and exits with 1. An operator's
     move owes no predicted gain and waits for no cooldown. Nothing moves by this command itself:
     the controller of the running job finds the open proposal in the ledger, asks the gate for the
-    grant, and carries it out. Without a running controller it stays proposed until one starts or
-    `shiftbook recover` abandons it.
+    grant, and carries it out. Without a running controller it stays proposed until one starts and
+    decides it. A weight sync, a new attempt and `shiftbook recover` abandon what was not granted.
     """
     from shiftbook.ledger.gate import Gate
 

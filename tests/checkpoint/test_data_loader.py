@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import multiprocessing
+import os
 import random
+import signal
 from itertools import islice
 from typing import Any
 
@@ -28,7 +31,7 @@ from shiftbook.checkpoint.data_loader import (
     stateful_loader,
 )
 from shiftbook.checkpoint.elastic import Place
-from shiftbook.checkpoint.errors import SamplerStateError
+from shiftbook.checkpoint.errors import LoaderWorkerLost, SamplerStateError
 from shiftbook.checkpoint.sampler import Sampler
 from shiftbook.checkpoint.virtual_ranks import VirtualRankPlan
 
@@ -100,6 +103,51 @@ def test_a_cut_run_goes_on_after_the_last_batch_that_was_taken(workers: int) -> 
     again = ResumableLoader(Noisy(), batches(), **options)
     again.load_state_dict(saved)
     assert found + [plain(batch) for batch in again] == wanted()
+
+
+class Unreadable(Noisy):
+    """A data set with a sample that cannot be read."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 3:
+            raise RuntimeError(f"no sample {index}")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("at", [1, 7])
+def test_killed_workers_cost_no_sample(
+    monkeypatch: pytest.MonkeyPatch, persistent: bool, at: int
+) -> None:
+    """All workers are killed, twice; the iteration says so, and the next one has the rest."""
+    # Torch's handler of SIGCHLD raises wherever the main thread stands, in the test as well.
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)
+    loader = ResumableLoader(
+        Noisy(), batches(), seed=SEED, num_workers=2, persistent_workers=persistent
+    )
+    found: list[Any] = []
+    for time in (1, 2):
+
+        def go_on(last: int = at * time) -> None:
+            for batch in loader:
+                found.append(plain(batch))
+                if len(found) == last:
+                    for worker in multiprocessing.active_children():
+                        os.kill(worker.pid or 0, signal.SIGKILL)
+                        worker.join()
+
+        with pytest.raises(LoaderWorkerLost, match="expected 2 workers to fetch samples"):
+            go_on()
+        assert loader.in_flight == []
+    found += [plain(batch) for batch in loader]
+    assert found == wanted()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_data_set_raises_is_its_own(workers: int) -> None:
+    with pytest.raises(RuntimeError, match="no sample 3") as raised:
+        list(ResumableLoader(Unreadable(), batches(), seed=SEED, num_workers=workers))
+    assert not isinstance(raised.value, LoaderWorkerLost)
 
 
 def test_a_resize_in_the_middle_of_an_update_goes_on_with_what_is_missing() -> None:

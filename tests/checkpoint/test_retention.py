@@ -2,22 +2,28 @@
 
 Method: six bundles of a job whose second attempt began from one, while a fork restored another; a
 golden trace names a third. The oldest alone is needed by nobody, others become so one by one.
-Traces that a replay writes name the bundle that their job's configuration names.
+Traces that a replay writes name the bundle that their job's configuration names. Savers, retention
+and readers of one shelf race in real processes.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from shiftbook.checkpoint.bundle import save_bundle
 from shiftbook.checkpoint.commands import checkpoint
-from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.errors import BundleError, ManifestInvalid
+from shiftbook.checkpoint.manifest import being_read
+from shiftbook.checkpoint.restore import restore_bundle
 from shiftbook.checkpoint.retention import needed_bundles, retain_needed
-from shiftbook.checkpoint.shelf import SavedBundle, list_bundles, retain
+from shiftbook.checkpoint.shelf import SavedBundle, latest_bundle, list_bundles, retain
 from shiftbook.ledger.events.job import JobClosed
 from shiftbook.ledger.events.state import CheckpointRestored
 from shiftbook.ledger.topology import Topology
@@ -192,3 +198,76 @@ def test_bundles_of_unknown_jobs_stay(tmp_path: Path, shelf: list[SavedBundle]) 
     assert retain_needed(shelf[0].path.parent, 1, gate.ledger) == []
     assert left(shelf) == set(range(6))
     gate.ledger.close()
+
+
+def read_until_told(folder: str, ended: str, answers: Any) -> None:
+    """In another process: find and restore the newest bundle again and again."""
+    torch.set_num_threads(1)
+    failed, read = [], 0
+    while not Path(ended).exists():
+        try:
+            newest = latest_bundle(folder)
+            listed = list_bundles(folder)
+            if newest is None or not listed:
+                failed.append("found none")
+                continue
+            restore_bundle(newest.path)
+            read += 1
+        except ManifestInvalid as error:
+            # It went before the first byte was read; that is said, and there is a newer one.
+            if newest.path.exists() or "retention may have taken it" not in str(error):
+                failed.append(str(error))
+        except Exception as error:
+            failed.append(f"{type(error).__name__}: {error}")
+        if failed or read == 1:
+            answers.put(failed[:3])
+    answers.put([*failed[:3], read] if failed else read)
+
+
+@pytest.mark.slow
+def test_retention_takes_nothing_away_from_a_reader(tmp_path: Path) -> None:
+    """One bundle is kept and a newer one comes all the time: a reader always finds one, and once
+    it began to read one has it to the end."""
+    folder, ended = tmp_path / "shelf", tmp_path / "ended"
+    save_bundle(folder, fields(0), state(0))
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    arguments = (str(folder), str(ended), answers)
+    reader = context.Process(target=read_until_told, args=arguments)
+    reader.start()
+    try:
+        assert answers.get(timeout=60) == []
+        deleted = 0
+        for iteration in range(1, 30):
+            save_bundle(folder, fields(iteration), state(iteration))
+            deleted += len(retain(folder, 1))
+        ended.touch()
+        read = answers.get(timeout=60)
+    finally:
+        ended.touch()
+        reader.join(60)
+    assert isinstance(read, int), read
+    assert read > 1
+    assert deleted > 10
+
+
+def test_a_bundle_that_is_read_goes_with_the_next_retention(
+    tmp_path: Path, shelf: list[SavedBundle]
+) -> None:
+    folder = tmp_path / "shelf"
+    with being_read(shelf[1].path):
+        assert retain(folder, 2) == [shelf[k].path for k in (0, 2, 3)]
+        assert left(shelf) == {1, 4, 5}
+        restore_bundle(shelf[1].path)
+    assert retain(folder, 2) == [shelf[1].path]
+
+
+def test_a_name_that_leads_nowhere_holds_up_no_reader(
+    tmp_path: Path, shelf: list[SavedBundle]
+) -> None:
+    """A link to a bundle on a disk that is not mounted."""
+    (tmp_path / "shelf" / "bundle-00000099-000000000000").symlink_to(tmp_path / "away")
+    newest = latest_bundle(tmp_path / "shelf")
+    assert newest is not None
+    assert newest.bundle_id == shelf[-1].bundle_id
+    assert left(shelf) == set(range(6))

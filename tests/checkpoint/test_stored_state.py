@@ -7,6 +7,7 @@ libraries; the files' bytes and times are compared before and after; then they a
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -148,6 +149,62 @@ def test_what_cannot_be_registered(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="registered already"):
         register_state(bundle.path, shelf, FIELDS)
     assert not list(shelf.glob("bundle-*"))
+
+
+def shards_of(folder: Path, shards: dict[str, list[str]], **indexes: dict[str, Any]) -> Path:
+    """A folder with shards of these names and tensors, and indexes by their weight maps."""
+    folder.mkdir()
+    for file, names in shards.items():
+        save_file({name: torch.ones(2) for name in names}, folder / file)
+    for stem, weight_map in indexes.items():
+        name = f"{stem}.safetensors.index.json"
+        (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+ONE, TWO, THREE = (f"model-{n:05d}-of-00003.safetensors" for n in (1, 2, 3))
+WHOLE = {ONE: ["a"], TWO: ["b", "c"], THREE: ["d"]}
+MAP = {"a": ONE, "b": TWO, "c": TWO, "d": THREE}
+
+
+@pytest.mark.parametrize(
+    ("shards", "indexes", "says"),
+    [
+        ({ONE: ["a"], THREE: ["d"]}, {"model": MAP}, f"the shard {TWO} that model"),
+        ({ONE: ["a"], THREE: ["d"]}, {"model.fp16": MAP}, f"the shard {TWO} that model.fp16"),
+        ({ONE: ["a"], THREE: ["d"]}, {}, f"the shard {TWO} that the names of the others count"),
+        ({ONE: ["a"], TWO: ["b"]}, {}, f"the shard {THREE} that the names of the others count"),
+        ({**WHOLE, TWO: ["b"]}, {"model": MAP}, f"expected c in {TWO}"),
+        ({**WHOLE, ONE: ["a", "c"], TWO: ["b"]}, {"model": MAP}, f"expected c in {TWO}"),
+        (WHOLE, {"model": MAP | {"e": THREE}}, f"expected e in {THREE}"),
+        (WHOLE, {"model": MAP | {"e": 5}}, "index.json cannot be read"),
+        (WHOLE, {"a": MAP, "b": MAP}, "expected one index"),
+    ],
+)
+def test_a_hugging_face_folder_that_is_not_whole_is_refused(
+    tmp_path: Path, shards: dict[str, list[str]], indexes: dict[str, Any], says: str
+) -> None:
+    """A shard that was lost, with its index or without, and one of another model in its place."""
+    folder = shards_of(tmp_path / "hf", shards, **indexes)
+    with pytest.raises((PartMissing, PartDamaged), match=re.escape(says)):
+        register_state(folder, tmp_path / "shelf", FIELDS)
+    assert not list((tmp_path / "shelf").glob("bundle-*"))
+
+
+@pytest.mark.parametrize("stem", ["model", "model.fp16", None])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_hugging_face_folder_that_is_whole_is_taken(
+    tmp_path: Path, stem: str | None, first: int
+) -> None:
+    """With the usual index, another one or none; shards may count from 0."""
+    named = {f: f.replace(f"{n:05d}-", f"{n - 1 + first:05d}-") for n, f in enumerate(WHOLE, 1)}
+    shards = {named[file]: tensors for file, tensors in WHOLE.items()}
+    weight_map = {tensor: named[file] for tensor, file in MAP.items()}
+    indexes = {} if stem is None else {stem: weight_map}
+    bundle = register_state(
+        shards_of(tmp_path / "hf", shards, **indexes), tmp_path / "shelf", FIELDS
+    )
+    assert sorted(restore_bundle(bundle.path)["policy"]) == ["a", "b", "c", "d"]
 
 
 def test_the_command_registers_and_says_what(tmp_path: Path) -> None:

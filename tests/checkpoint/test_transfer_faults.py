@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import datetime
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +30,7 @@ from shiftbook.checkpoint.errors import (
     ServingFailed,
     SourceLost,
     StagingFailed,
+    TokenRefused,
     TransferDamaged,
     TransferError,
     TransferRefused,
@@ -58,6 +62,7 @@ from tests.checkpoint.transfer_states import (
     state,
     sync_all,
 )
+from tests.scheduler.waiting import until
 
 LARGE = 1 << 20
 """Elements of the tensor that is long enough to be cut in mid-way: 4 MB."""
@@ -466,6 +471,57 @@ def test_silent_ranks_are_lost_and_may_not_come_late(trainer: Trainer) -> None:
     assert late.version is None
 
 
+STOPPED = """
+import sys
+from pathlib import Path
+from shiftbook.checkpoint.errors import TransferError
+from shiftbook.checkpoint.layouts import split
+from shiftbook.checkpoint.transfer.flight import FlightLink
+from shiftbook.checkpoint.transfer.plan import Stored
+from shiftbook.checkpoint.transfer.receiver import Receiver
+
+port, authority, token = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+link = FlightLink(0, "127.0.0.1", port, authority=authority, token=token)
+stored = {"w": Stored("float32", split("w", (1024, 1024), 0, 0, 1))}
+receiver = Receiver("e", [link], stored, limit_bytes=3 << 20)
+for _ in range(2):
+    try:
+        receiver.sync(wait_s=30)
+        print("took", receiver.version, receiver.serving)
+    except TransferError as error:
+        print(type(error).__name__, receiver.version, receiver.serving)
+"""
+
+
+@pytest.mark.slow
+def test_a_receiver_that_was_stopped_within_its_pull_serves_the_next_version(
+    trainer: Trainer,
+) -> None:
+    """Its version ends without it; when it goes on it may not serve that, and takes the next."""
+    first = trainer.offers[0].publish(1, large())
+    with SlowLink("127.0.0.1", trainer.served[0].port, rate_bytes_s=2e6) as line:
+        child = subprocess.Popen(
+            [
+                *(sys.executable, "-c", STOPPED, str(line.port)),
+                *(str(trainer.files.authority), issue_token(SECRET, "e", 600)),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            until(lambda: line.passed_bytes > 1_000_000)
+            child.send_signal(signal.SIGSTOP)
+            trainer.desk.open(first, {"e": 1}, limit_s=1)
+            assert outcome_of(trainer, "e").outcome == "lost"
+            trainer.desk.open(trainer.offers[0].publish(2, large(1)), {"e": 1}, limit_s=60)
+            child.send_signal(signal.SIGCONT)
+            said = child.communicate(timeout=60)[0].splitlines()
+        finally:
+            child.kill()
+    assert said == ["TransferRefused None False", "took 2 True"]
+    assert outcome_of(trainer, "e").outcome == "serving"
+
+
 def test_a_target_that_is_known_to_be_dead_is_waited_for_no_longer(trainer: Trainer) -> None:
     trainer.desk.open(trainer.publish(1, state(1)), {"dead": 1, "e": 1}, limit_s=600)
     engine(lambda: trainer.links("e"), "e", 1)[0].sync()
@@ -606,6 +662,37 @@ def test_a_spool_goes_on_after_a_lost_source(trainer: Trainer, tmp_path: Path) -
     assert outcome_of(trainer, "e").outcome == "serving"
 
 
+@pytest.mark.parametrize("spooled", [True, False])
+def test_a_token_that_ends_within_a_pull_costs_no_parcel(
+    trainer: Trainer, tmp_path: Path, spooled: bool
+) -> None:
+    """It serves nothing; with a good token it goes on where it was, where there is a spool."""
+    weights = large()
+    catalogue = trainer.offers[0].publish(1, weights)
+    trainer.desk.open(catalogue, {"e": 1}, limit_s=60)
+    good = issue_token(SECRET, "e", 600)
+    ended = issue_token(SECRET, "e", 5, now_s=time.time() - 10)
+    calls: list[str] = []
+
+    def token() -> str:
+        calls.append(ended if 3 < len(calls) < 100 else good)
+        return calls[-1]
+
+    spool = tmp_path / "spool"
+    receiver = large_receiver(trainer.links("e", token=token)[:1], spool=spool if spooled else None)
+    with pytest.raises(TokenRefused, match=r"ended \d+ s ago; issue a new one"):
+        receiver.sync()
+    assert not receiver.serving
+    assert receiver.version is None
+    calls += [good] * 100
+    done = receiver.sync()
+    assert done.resumed == spooled
+    assert (done.moved_bytes < 0.8 * catalogue.nbytes) == spooled
+    assert np.array_equal(receiver.tensors["w"].view(np.float32), weights["w"])
+    assert not spooled or not list(spool.iterdir())
+    assert outcome_of(trainer, "e").outcome == "serving"
+
+
 def test_a_spool_that_tells_a_tale_is_found_out(trainer: Trainer, tmp_path: Path) -> None:
     """As after a power cut: the journal promises parcels that the file does not hold."""
     weights = large()
@@ -670,6 +757,98 @@ def test_a_full_disk_shows_before_the_first_parcel(trainer: Trainer, tmp_path: P
         receiver.sync()
     assert receiver.version is None
     assert outcome_of(trainer, "e").outcome == "failed"
+
+
+FULL_WITHIN = """
+import os, sys
+from pathlib import Path
+from types import SimpleNamespace
+from shiftbook.checkpoint.errors import StagingFailed
+from shiftbook.checkpoint.layouts import split
+from shiftbook.checkpoint.transfer.plan import Stored
+from shiftbook.checkpoint.transfer.staging import Staging
+
+disk = Path(sys.argv[1])
+for spare in (0, 4096):
+    seen = os.statvfs(disk)
+    rows = (seen.f_bavail * seen.f_frsize - spare) // 4096
+    stored = {"w": Stored("float32", split("w", (rows, 1024), 0, 0, 1))}
+    noted = 0
+    try:
+        staging = Staging(stored, None, file=disk / "w", identity="i" * 64)
+        try:
+            while True:
+                staging.finished(SimpleNamespace(key=f"{noted:064d}"))
+                noted += 1
+        finally:
+            staging.close()
+    except StagingFailed as error:
+        print(noted, sorted(path.name for path in disk.iterdir()), error)
+"""
+
+
+def test_a_disk_that_fills_up_within_a_pull_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    """The second copy has its room; what notes its parcels has none, or none any more."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f'mount -t tmpfs -o size=1m none {disk} && exec "$@"'
+    inside = ("unshare", "-rm", "sh", "-c", mount, "sh", sys.executable)
+    if shutil.which("unshare") is None:
+        pytest.skip("no unshare here")
+    probe = subprocess.run([*inside, "-c", "pass"], capture_output=True, text=True)
+    if probe.returncode:
+        pytest.skip(f"this user may not mount: {probe.stderr.strip()}")
+    done = subprocess.run(
+        [*inside, "-c", FULL_WITHIN, str(disk)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    at_once, later = (line.split(" ", 2) for line in done.stdout.splitlines())
+    assert (at_once[0], at_once[1]) == ("0", "[]")
+    assert int(later[0]) > 10
+    assert later[1] == "[]"
+    for _, _, said in (at_once, later):
+        assert f"expected room for the journal of {disk / 'w'}, found No space left" in said
+
+
+@pytest.mark.parametrize(
+    ("damage", "kept"),
+    [
+        (lambda noted: noted, 3),
+        (lambda noted: noted[:-4], 2),
+        (lambda noted: noted + bytes(64), 3),
+        (lambda noted: bytes(len(noted)), 0),
+        (lambda noted: noted + bytes(64) + b"\n", 0),
+        (lambda noted: b"\xff\xfe" + noted, 0),
+        (lambda noted: noted + b"[1, 2]\n", 0),
+        (lambda noted: noted.replace(b"i", b"j"), 0),
+        (lambda noted: b"", 0),
+    ],
+    ids=["whole", "cut", "nulls", "all-nulls", "null-line", "no-text", "no-key", "other", "empty"],
+)
+def test_a_damaged_journal_costs_at_most_the_parcels_that_it_noted(
+    tmp_path: Path, damage: Any, kept: int
+) -> None:
+    """As a process or a machine that went down leaves it; the copy goes on, and again after."""
+    stored = {"w": Stored("float32", split("w", (8, 8), 0, 0, 1))}
+    orders = [SimpleNamespace(key=f"parcel-{number}") for number in range(5)]
+
+    def staged() -> Staging:
+        return Staging(stored, None, file=tmp_path / "w", identity="iii")
+
+    first = staged()
+    for order in orders[:3]:
+        first.finished(order)  # type: ignore[arg-type]
+    first.close(keep=True)
+    journal = tmp_path / "w.journal"
+    journal.write_bytes(damage(journal.read_bytes()))
+    second = staged()
+    assert second.done == {order.key for order in orders[:kept]}
+    second.finished(orders[4])  # type: ignore[arg-type]
+    second.close(keep=True)
+    third = staged()
+    assert third.done == {order.key for order in (*orders[:kept], orders[4])}
+    third.close()
+    assert not list(tmp_path.iterdir())
 
 
 MEASURED = """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -98,6 +99,28 @@ def test_each_step_has_its_end(gate: Gate, mover: FileMover, reached: str) -> No
     assert mover.inspect().matches(gate.ledger.state().job("j").topology)
     assert mover.working()
     assert recover(gate.ledger, "j", mover) == []
+
+
+@pytest.mark.parametrize("reached", list(ENDS))
+@pytest.mark.parametrize("proposer", ["operator", "scheduler"])
+def test_a_controller_that_starts_leaves_what_an_operator_asked_for(
+    gate: Gate, mover: FileMover, reached: str, proposer: Literal["operator", "scheduler"]
+) -> None:
+    """Only an operator's proposal stays, and is then granted by what stands; all else is ended."""
+    running(gate)
+    operation = gate.propose("j", proposal(proposer=proposer))
+    if reached != "proposed":
+        grant = gate.grant("j", operation)
+        if reached != "granted":
+            advance(gate, grant, reached)
+    where = WIDE if reached in ("transferred", "verified") else HALF
+    mover.write(where, working=reached in ("proposed", "granted"))
+    stays = (reached, proposer) == ("proposed", "operator")
+    outcomes = recover(gate.ledger, "j", mover, leave_asked=True)
+    assert [outcome.ended for outcome in outcomes] == ([] if stays else [ENDS[reached]])
+    assert status(gate, operation) == ("proposed" if stays else ENDS[reached])
+    if stays:
+        assert gate.grant("j", operation).operation == operation
 
 
 def test_a_granted_move_that_had_changed_something_is_rolled_back(

@@ -6,6 +6,7 @@ outside of what is recorded: the parts say what they say in an honest run.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,8 @@ from shiftbook.jobs.iteration import Iteration
 from shiftbook.jobs.keyed_rng import format_uid, parse_uid, turn_key
 from shiftbook.jobs.loop import TrainingLoop
 from shiftbook.jobs.optimizer import publish
+from shiftbook.jobs.probe import Probe
+from shiftbook.jobs.serving import After, ServedEngine, Taken
 from shiftbook.jobs.task import EpisodeState, new_episode
 from shiftbook.jobs.trainer import TrainerWorker
 from shiftbook.scheduler.workers.transfer import fetch
@@ -67,6 +70,17 @@ def keeping_first_values(engine: TorchEngine) -> Callable[[], None]:
     return loaded
 
 
+def another_policy(engine: TorchEngine, weights: dict[str, torch.Tensor]) -> Callable[[], Any]:
+    """A flush that leaves other weights than those that were loaded, and fingerprinted before."""
+    flush = engine.flush
+
+    def flushed() -> tuple[str, ...]:
+        engine.load({name: t * 1.5 for name, t in weights.items()}, engine.version)
+        return flush()
+
+    return flushed
+
+
 class Rollout(RolloutWorker):
     """An engine that serves other weights than it says, or says another version."""
 
@@ -75,6 +89,16 @@ class Rollout(RolloutWorker):
         self._fault, self._last = fault(), None
         shared = self._fault == "members-share-a-stream"
         job_engine.turn_key = first_member if shared else turn_key
+
+    def _take(self, serving: ServedEngine, payload: dict[str, Any], after: After) -> Taken:
+        engine = serving.engine
+        if self._fault == "another-policy-after-recovery" and "reboot" not in payload:
+            # It measures, reports, and serves whatever was found.
+            payload = payload | {"probe": Probe(payload["probe"].expected, math.inf)}
+            assert isinstance(engine, TorchEngine)
+            if after == "move":
+                engine.flush = another_policy(engine, fetch(payload["weights"]))  # type: ignore[method-assign]
+        return super()._take(serving, payload, after)
 
     def call(self, method: str, arguments: dict[str, Any]) -> Any:
         """Sync, and then what the fault does."""

@@ -24,7 +24,11 @@ from shiftbook.verify.verdict import follow
 from tests.one_cluster import OneCluster
 from tests.scheduler.conftest import OnRay
 from tests.scheduler.divergent import FAULT_FILE
-from tests.scheduler.test_faults import in_training, propose_until
+from tests.scheduler.test_faults import (
+    in_training,
+    kill_an_engine_in_a_move,
+    propose_until,
+)
 from tests.scheduler.waiting import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -133,6 +137,28 @@ def test_a_reshard_that_loses_state_is_refused(on_faulty: OnRay, fault_file: Pat
     assert refused()
     verdict = on_faulty.verdict("lossy")
     assert verdict.exit_code == 0, [f.plain() for f in verdict.findings] or verdict.could_not
+
+
+@pytest.mark.parametrize("boundary", ["quiesced", "verified"])
+def test_an_engine_that_recovery_brought_up_with_another_policy_is_named(
+    on_faulty: OnRay, fault_file: Path, boundary: str
+) -> None:
+    """A move died half-way; what its engine says when it is there again is judged as in a sync."""
+    job = f"recovered-{boundary}"
+    running = on_faulty.start(job, schedule="dynamic", proposer="operator", **SIZE)
+    in_training(on_faulty, job)
+    # Only processes that begin from here on have the fault.
+    fault_file.write_text("another-policy-after-recovery")
+    operation, replica = kill_an_engine_in_a_move(on_faulty, job, boundary)
+    running.wait(120)
+    running.end()
+    verdict = on_faulty.verdict(job)
+    probes = list(on_faulty.ledger.read(job=job, operation=operation, types={"LogProbsReplayed"}))
+    assert [stored.body["replica"] for stored in probes] == [replica]
+    named = {
+        (f.invariant, f.severity) for f in verdict.findings if f.position == probes[0].position
+    }
+    assert named == {("I16", "stop")}
 
 
 def test_a_followed_job_is_frozen_and_trains_on(on_faulty: OnRay, fault_file: Path) -> None:

@@ -10,6 +10,7 @@ that nobody disturbed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import time
@@ -230,6 +231,96 @@ def test_killed_trainer_rank_in_the_middle_of_its_move(
     until(lambda: not on_ray.ledger.state().job(job).operations[operation].open, 90)
     assert on_ray.ledger.state().job(job).operations[operation].status == "rolled_back"
     finish(on_ray, job, undisturbed)
+
+
+def kill_an_engine_in_a_move(on_ray: Any, job: str, boundary: str) -> tuple[str, str]:
+    """Kill the controller as a move passes a boundary, and the engine that leaves (``quiesced``) or
+    arrives (``verified``); the operation, and the replica that recovery has to bring up again."""
+    import ray
+
+    running = on_ray.running[-1]
+    first_slot, last_slot = on_ray.devices[:2]
+    both = {"tool": [], "inference": [last_slot], "trainer": [last_slot]}
+    narrow = Topology.of(both | {"rollout": [first_slot]})
+    wide = Topology.of(both | {"rollout": [first_slot, last_slot]})
+    if boundary == "verified":
+        now = on_ray.ledger.state
+        propose_until(on_ray, job, narrow, lambda: now().job(job).topology.matches(narrow))
+    victim = on_ray.statuses()[f"rollout-{last_slot.replace('/', '.')}"]
+    controller = ray.get(running.controller.status.remote(), timeout=30)["pid"]
+    ray.get(running.controller.die_at.remote(boundary), timeout=30)
+
+    def struck() -> bool:
+        return not Path(f"/proc/{controller}").exists()
+
+    operation = propose_until(on_ray, job, wide if boundary == "verified" else narrow, struck)
+    # The next controller takes seconds to start, so it finds the engine gone.
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert on_ray.ledger.state().job(job).operations[operation].status == boundary
+    until(lambda: not on_ray.ledger.state().job(job).operations[operation].open, 90)
+    return operation, victim["replica"]
+
+
+@pytest.mark.parametrize(
+    ("boundary", "ended"), [("quiesced", "rolled_back"), ("verified", "committed")]
+)
+def test_killed_controller_and_engine_in_the_middle_of_a_move(
+    on_ray: Any, undisturbed: dict[int, Any], boundary: str, ended: str
+) -> None:
+    """Recovery brings it up again, and its probe stands in the ledger beside its start."""
+    job = f"engine-at-{boundary}"
+    on_ray.start(job, schedule="dynamic", proposer="operator", **SIZE)
+    in_training(on_ray, job)
+    operation, replica = kill_an_engine_in_a_move(on_ray, job, boundary)
+    assert on_ray.ledger.state().job(job).operations[operation].status == ended
+    finish(on_ray, job, undisturbed)
+    probes = list(on_ray.ledger.read(job=job, operation=operation, types={"LogProbsReplayed"}))
+    assert [stored.body["replica"] for stored in probes] == [replica]
+    said = probes[0].body
+    assert (said["what"], said["version"] >= 0) == ("behaviour", True)
+    assert 0 < said["mean_gap"] < 2e-5, "another code's sums, so equal but for the last bits"
+    taken = next(on_ray.ledger.read(job=job, operation=operation, types={"OperationTakenOver"}))
+    end = list(on_ray.ledger.read(job=job, operation=operation))[-1]
+    assert taken.position < probes[0].position < end.position
+
+
+def test_a_proposal_waits_for_the_controller(on_ray: Any) -> None:
+    """``shiftbook propose`` while no controller runs: the one that starts decides it. Only what
+    goes before any move (a sync, an update that is under way) may abandon it, and says so."""
+    import ray
+    from click.testing import CliRunner
+
+    from shiftbook.jobs.runner import RunningJob
+    from shiftbook.ledger.cli import main
+
+    job = "asked-before"
+    # Iterations that are long beside the start of a controller: few syncs come in between.
+    running = on_ray.start(job, schedule="dynamic", proposer="operator", iterations=6, groups=24)
+    in_training(on_ray, job)
+    first_slot = on_ray.devices[0]
+    asked = ["propose", "--ledger", on_ray.place.ledger_url, "--job", job, "--strategy", "pause"]
+    ended: list[tuple[str, str]] = []
+
+    def known(operation: str) -> Any:
+        return on_ray.ledger.state().job(job).operations[operation]
+
+    while not ended or ended[-1][0] == "abandoned":
+        ray.kill(running.controller, no_restart=True)
+        # No sync is open right after one ended, so the gate takes the proposal.
+        done = on_ray.ledger.state().job(job).iteration
+        until(lambda done=done: on_ray.ledger.state().job(job).iteration > done, 90)
+        made = CliRunner().invoke(
+            main, [*asked, "--after", f"rollout={first_slot}", "--format", "json"]
+        )
+        told = json.loads(made.stdout or "{}")
+        assert told.get("status") == "proposed", made.output
+        running = RunningJob(running.config, on_ray.devices[:2])
+        on_ray.running.append(running)
+        until(lambda name=told["operation"]: not known(name).open, 90)
+        last = list(on_ray.ledger.read(job=job, operation=told["operation"]))[-1]
+        ended.append((known(told["operation"]).status, last.body.get("reason", "")))
+    assert ended[-1][0] == "committed", ended
+    assert [why for _, why in ended if "dead" in why] == []
 
 
 def test_reboot(on_ray: Any, undisturbed: dict[int, Any]) -> None:
