@@ -25,6 +25,7 @@ from shiftbook.checkpoint.recorder_durable import DurableRecords, rng_parts
 from shiftbook.checkpoint.recorder_engines import EngineRecords
 from shiftbook.checkpoint.recorder_groups import fed_digest
 from shiftbook.checkpoint.recorder_samples import Consumed, Generated, drawn_otherwise
+from shiftbook.checkpoint.recorder_saving import recover
 from shiftbook.checkpoint.recorder_state import (
     Part,
     State,
@@ -117,6 +118,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
                 replay=replay,
             ),
         )
+        recover(handle, job, spool or beside, evidence or handle, bundle)
         known = handle.state().job(job)
         name = attempt or f"attempt-{len(known.attempts)}-{secrets.token_hex(3)}"
         fingerprint = part_root(policy)

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from shiftbook.checkpoint.recorder_saving import writer_of
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.evidence import Rows, as_table, write_segments
@@ -65,8 +66,9 @@ class Book:
         self._device = devices[0] if devices else f"{platform.node()}/0"
         self._evidence: Ledger | Path = evidence or ledger
         self._writer = SpoolingWriter(
-            ledger.append, spool, writer=f"recorder-{attempt}", retry_s=RETRY_S
+            ledger.append, spool, writer=writer_of(attempt), retry_s=RETRY_S
         )
+        self._spool = spool
         self._pending: list[Held] = []
         self._batches: deque[tuple[str, list[Draft]]] = deque()
         """Batches on their way: each keeps its key until the ledger or the spool has it."""
@@ -140,10 +142,18 @@ class Book:
         return known
 
     def _forget(self, iteration: int) -> None:
-        """Let samples go that no update from this iteration on may use, as the verifier does."""
+        """Let samples go that no update from this iteration on may use, as the verifier does.
+
+        An iteration may pass without an update, so the versions of their tokens count as well.
+        """
         bound = self.plan.sampling.staleness_bound
+        least = self._policy[0] - bound
         for old in [made for made in self._versions if made < iteration - bound]:
-            del self._versions[old]
+            kept = {uid: low for uid, low in self._versions[old].items() if bound and low >= least}
+            if kept:
+                self._versions[old] = kept
+            else:
+                del self._versions[old]
 
     @property
     def waiting(self) -> int:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -278,13 +278,18 @@ class SpoolingWriter:
                     self._rejected.append(str(error))
 
 
-def drain_leftovers(append: Append, directory: Path) -> dict[str, Drained]:
+def drain_leftovers(
+    append: Append, directory: Path, *, writers: Collection[str] | None = None
+) -> dict[str, Drained]:
     """Append what processes that ended left spooled in a folder; outcome by writer.
 
+    ``writers`` names those whose spools are taken, where a folder holds those of several ledgers.
     Files of living processes are left alone. Safe to call from several processes at once.
     """
     outcome: dict[str, Drained] = {}
     for path in sorted(directory.glob(f"*{SUFFIX}")):
+        if writers is not None and path.stem not in writers:
+            continue
         file = SpoolFile.adopt(path)
         if file is None:
             continue
