@@ -44,6 +44,7 @@ from shiftbook.ledger.topology import Device, Topology
 
 if TYPE_CHECKING:
     from shiftbook.checkpoint.recorder_loss import PolicyLoss
+    from shiftbook.checkpoint.recorder_loss_supervised import SupervisedLoss
     from shiftbook.checkpoint.recorder_step import StepProbe
 
 __all__ = [
@@ -154,7 +155,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         state: LiveState,
         *,
         probe: StepProbe | None = None,
-        loss: PolicyLoss | None = None,
+        loss: PolicyLoss | SupervisedLoss | None = None,
     ) -> Iterator[UpdateRecord]:
         """Around one optimizer step; ``state`` gives model, masters and optimizer, read twice.
 
