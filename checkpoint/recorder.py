@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder_data import DataRecords, data_digests, dataset_digest
 from shiftbook.checkpoint.recorder_durable import DurableRecords, rng_parts
 from shiftbook.checkpoint.recorder_engines import EngineRecords
@@ -64,6 +65,27 @@ __all__ = [
 ]
 
 
+def _other_plan(job: str, held: Plan, given: Plan) -> str:
+    """What to say where a job that is open is offered another plan; names the first field."""
+
+    def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, Mapping):
+            yield name, value
+            return
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else key)
+
+    ours, theirs = (dict(leaves(plan.model_dump(), "")) for plan in (held, given))
+    names = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+    first = names[0] if names else "the plan"
+    more = f", and {len(names) - 1} more fields" if len(names) > 1 else ""
+    return (
+        f"expected the plan that job {job} was opened with, found {first} {theirs.get(first)!r} "
+        f"where it has {ours.get(first)!r}{more}; open it with its own plan and declare the change "
+        "with amend(), or give the new experiment a job of its own"
+    )
+
+
 class Recorder(DataRecords, EngineRecords, DurableRecords):
     """The record of one attempt of a job; not to be shared between threads.
 
@@ -95,16 +117,25 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
 
         ``policy`` is the model as it stands now (tensors by name, or their root) and ``version``
         its version; ``bundle`` names the bundle from which this attempt goes on, absent for one
-        that begins at the beginning. ``replay`` is the Python path of a target that
-        ``shiftbook replay`` runs with ``config``. ``evidence`` and ``spool`` are folders; by
-        default they lie beside a ledger that is a file. Raises LedgerUnreachable where the ledger
-        is away: an attempt must be granted. From then on an outage stops nothing.
+        that begins at the beginning. An open job's plan is the one it was opened with, or as
+        amended; RecorderMisuse names the first field that is another. ``replay`` is the Python
+        path of a target that ``shiftbook replay`` runs with ``config``. ``evidence`` and ``spool``
+        are folders; by default they lie beside a ledger that is a file. Raises LedgerUnreachable
+        where the ledger is away: an attempt must be granted. From then on an outage stops nothing.
         """
         owned = isinstance(ledger, str)
         handle = Ledger.open(ledger) if isinstance(ledger, str) else ledger
         beside = handle.path.parent if handle.path is not None else Path.cwd()
         gate = Gate(handle)
         names = tuple(devices)
+        held = handle.state().job(job)
+        if held.opened is not None and held.plan is not None:
+            # Whoever amended the plan may give it as it stood, or as it stands.
+            if plan not in (held.plan, held.opened.plan):
+                if owned:
+                    handle.close()
+                raise RecorderMisuse(_other_plan(job, held.plan, plan))
+            plan = held.opened.plan or plan
         gate.open_job(
             job,
             JobOpened(

@@ -75,13 +75,14 @@ class SupervisedLoss:
             expected *= (on[rows, places].double() / divisor)[:, None]
         self._value += total
         self._batches += 1
-        if logits.requires_grad:
+        hooked: Any = logits  # torch's stubs have no types for hooks
+        if hooked.requires_grad:
             self._waiting += 1
 
             def caught(gradient: torch.Tensor) -> None:
                 self._caught(gradient.detach(), rows, places, expected, scale, divisor)
 
-            logits.register_hook(caught)
+            hooked.register_hook(caught)
 
     def _caught(
         self,

@@ -244,6 +244,28 @@ def recorder(tmp_path: Path) -> Any:
 STATE = {"model": {"w": 1.0}, "masters": {"w": 1.0}, "optimizer": {"step": 0}}
 
 
+def test_a_job_that_goes_on_with_another_plan_is_told_the_field(tmp_path: Path) -> None:
+    url, made = f"sqlite:///{tmp_path}/l.db", plan()
+    other = made.model_copy(
+        update={"update": made.update.model_copy(update={"learning_rate": 0.5, "clip_norm": 3.0})}
+    )
+    Recorder.open(url, "job", made, policy={"w": 1}).close()
+    with pytest.raises(
+        RecorderMisuse, match=r"found update\.learning_rate 0\.5 where it has 0\.01, and 1 more"
+    ):
+        Recorder.open(url, "job", other, policy={"w": 1})
+
+
+def test_an_amended_plan_may_be_given_as_it_stood_and_as_it_stands(tmp_path: Path) -> None:
+    url, made = f"sqlite:///{tmp_path}/l.db", plan()
+    with Recorder.open(url, "job", made, policy={"w": 1}) as record:
+        record.amend("update.learning_rate", 0.5, "the loss stood still")
+        amended = record.plan
+    for given in (made, amended):
+        with Recorder.open(url, "job", given, policy={"w": 1}) as record:
+            assert record.plan == amended != made
+
+
 def test_an_update_without_applied_is_refused(recorder: Recorder) -> None:
     with pytest.raises(RecorderMisuse, match=r"expected applied\(\)"), recorder.update(0, STATE):
         pass
