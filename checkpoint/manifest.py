@@ -184,6 +184,15 @@ def encode_manifest(manifest: BundleManifest) -> bytes:
     )
 
 
+def _text_of(file: Path) -> bytes:
+    """What a manifest holds; empty where it cannot be one, so that no file of tensors is read."""
+    if file.exists() and not file.is_file():  # to open a FIFO waits for whoever writes to it
+        return b""
+    with file.open("rb") as opened:
+        first = opened.read(1)
+        return first + opened.read() if first == b"{" else b""
+
+
 def load_manifest(path: str | os.PathLike[str]) -> BundleManifest:
     """Read a bundle's manifest, given the bundle's folder or the manifest itself.
 
@@ -193,7 +202,7 @@ def load_manifest(path: str | os.PathLike[str]) -> BundleManifest:
     file = file / MANIFEST_NAME if file.is_dir() else file
     where = str(file)
     try:
-        outer = canonical.decode(file.read_bytes())
+        outer = canonical.decode(_text_of(file))
     except OSError as error:
         if file.parent.exists():
             why = "a bundle without a manifest was never completed: use an earlier one"

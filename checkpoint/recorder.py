@@ -15,17 +15,19 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder_data import DataRecords, data_digests, dataset_digest
 from shiftbook.checkpoint.recorder_durable import DurableRecords, rng_parts
 from shiftbook.checkpoint.recorder_engines import EngineRecords
 from shiftbook.checkpoint.recorder_groups import fed_digest
 from shiftbook.checkpoint.recorder_leftovers import append_leftovers
 from shiftbook.checkpoint.recorder_samples import Consumed, Generated, drawn_otherwise
+from shiftbook.checkpoint.recorder_saving import append_save
 from shiftbook.checkpoint.recorder_state import (
     Part,
     State,
@@ -46,6 +48,7 @@ from shiftbook.ledger.topology import Device, Topology
 
 if TYPE_CHECKING:
     from shiftbook.checkpoint.recorder_loss import PolicyLoss
+    from shiftbook.checkpoint.recorder_loss_supervised import SupervisedLoss
     from shiftbook.checkpoint.recorder_step import StepProbe
 
 __all__ = [
@@ -63,6 +66,27 @@ __all__ = [
     "uid",
     "value_digest",
 ]
+
+
+def _other_plan(job: str, held: Plan, given: Plan) -> str:
+    """What to say where a job that is open is offered another plan; names the first field."""
+
+    def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+        if not isinstance(value, Mapping):
+            yield name, value
+            return
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else key)
+
+    ours, theirs = (dict(leaves(plan.model_dump(), "")) for plan in (held, given))
+    names = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+    first = names[0] if names else "the plan"
+    more = f", and {len(names) - 1} more fields" if len(names) > 1 else ""
+    return (
+        f"expected the plan that job {job} was opened with, found {first} {theirs.get(first)!r} "
+        f"where it has {ours.get(first)!r}{more}; open it with its own plan and declare the change "
+        "with amend(), or give the new experiment a job of its own"
+    )
 
 
 class Recorder(DataRecords, EngineRecords, DurableRecords):
@@ -96,9 +120,10 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
 
         ``policy`` is the model as it stands now (tensors by name, or their root) and ``version``
         its version; ``bundle`` names the bundle from which this attempt goes on, absent for one
-        that begins at the beginning. ``replay`` is the Python path of a target that
-        ``shiftbook replay`` runs with ``config``. ``evidence`` is a folder or its URL and ``spool``
-        a folder; by default they lie beside a ledger that is a file.
+        that begins at the beginning. An open job's plan is the one it was opened with, or as
+        amended; RecorderMisuse names the first field that is another. ``replay`` is the Python
+        path of a target that ``shiftbook replay`` runs with ``config``. ``evidence`` is a folder or
+        its URL and ``spool`` a folder; by default they lie beside a ledger that is a file.
 
         What an earlier attempt left spooled in that folder is appended first. Raises
         LedgerUnreachable where the ledger is away, since an attempt must be granted, or where
@@ -107,51 +132,62 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         """
         owned = isinstance(ledger, str)
         handle = Ledger.open(ledger) if isinstance(ledger, str) else ledger
-        folder = spool or handle.beside(".spool")
-        gate = Gate(handle)
-        names = tuple(devices)
-        gate.open_job(
-            job,
-            JobOpened(
-                components=tuple(components),
-                edges=tuple(Edge(source=a, target=b) for a, b in pairwise(components)),
-                devices=tuple(Device(name=name) for name in names),
+        with ExitStack() as failing:
+            if owned:
+                failing.callback(handle.close)
+            folder = spool or handle.beside(".spool")
+            gate = Gate(handle)
+            names = tuple(devices)
+            held = handle.state().job(job)
+            if held.opened is not None and held.plan is not None:
+                # Whoever amended the plan may give it as it stood, or as it stands.
+                if plan not in (held.plan, held.opened.plan):
+                    raise RecorderMisuse(_other_plan(job, held.plan, plan))
+                plan = held.opened.plan or plan
+            gate.open_job(
+                job,
+                JobOpened(
+                    components=tuple(components),
+                    edges=tuple(Edge(source=a, target=b) for a, b in pairwise(components)),
+                    devices=tuple(Device(name=name) for name in names),
+                    topology=Topology(),
+                    elastic={},
+                    plan=plan,
+                    job_path=job_path,
+                    config=dict(config or {}),
+                    replay=replay,
+                ),
+            )
+            place = writable_place(evidence or handle)
+            refuse_wrong_place(place)
+            append_leftovers(handle, place, folder, handle.state().job(job).attempts)
+            append_save(handle, job, folder, place, bundle)
+            known = handle.state().job(job)
+            name = attempt or f"attempt-{len(known.attempts)}-{secrets.token_hex(3)}"
+            fingerprint = part_root(policy)
+            grant = gate.start_attempt(
+                job,
+                name,
+                parent=known.attempt,
+                bundle=bundle,
+                iteration=iteration,
                 topology=Topology(),
-                elastic={},
-                plan=plan,
-                job_path=job_path,
-                config=dict(config or {}),
-                replay=replay,
-            ),
-        )
-        known = handle.state().job(job)
-        place = writable_place(evidence or handle)
-        refuse_wrong_place(place)
-        append_leftovers(handle, place, folder, known.attempts)
-        name = attempt or f"attempt-{len(known.attempts)}-{secrets.token_hex(3)}"
-        fingerprint = part_root(policy)
-        grant = gate.start_attempt(
-            job,
-            name,
-            parent=known.attempt,
-            bundle=bundle,
-            iteration=iteration,
-            topology=Topology(),
-            policy_version=version,
-            policy_fingerprint=fingerprint,
-            pid=os.getpid(),
-        )
-        recorder = cls(
-            handle,
-            job,
-            known.plan or plan,
-            name,
-            epoch=grant.epoch,
-            devices=names,
-            evidence=evidence,
-            spool=folder,
-            policy=(version, fingerprint),
-        )
+                policy_version=version,
+                policy_fingerprint=fingerprint,
+                pid=os.getpid(),
+            )
+            recorder = cls(
+                handle,
+                job,
+                known.plan or plan,
+                name,
+                epoch=grant.epoch,
+                devices=names,
+                evidence=evidence,
+                spool=folder,
+                policy=(version, fingerprint),
+            )
+            failing.pop_all()
         recorder._owned = owned
         return recorder
 
@@ -162,7 +198,7 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
         state: LiveState,
         *,
         probe: StepProbe | None = None,
-        loss: PolicyLoss | None = None,
+        loss: PolicyLoss | SupervisedLoss | None = None,
     ) -> Iterator[UpdateRecord]:
         """Around one optimizer step; ``state`` gives model, masters and optimizer, read twice.
 

@@ -72,6 +72,7 @@ class Book:
             retry_s=RETRY_S,
             evidence=writable_place(evidence or ledger),
         )
+        self._spool = spool
         self._pending: list[Held] = []
         self._batches: deque[tuple[str, list[Draft]]] = deque()
         """Batches on their way: each keeps its key until the ledger or the spool has it."""
@@ -147,10 +148,18 @@ class Book:
         return known
 
     def _forget(self, iteration: int) -> None:
-        """Let samples go that no update from this iteration on may use, as the verifier does."""
+        """Let samples go that no update from this iteration on may use, as the verifier does.
+
+        An iteration may pass without an update, so the versions of their tokens count as well.
+        """
         bound = self.plan.sampling.staleness_bound
+        least = self._policy[0] - bound
         for old in [made for made in self._versions if made < iteration - bound]:
-            del self._versions[old]
+            kept = {uid: low for uid, low in self._versions[old].items() if bound and low >= least}
+            if kept:
+                self._versions[old] = kept
+            else:
+                del self._versions[old]
 
     @property
     def waiting(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shiftbook.checkpoint.recorder_book import Book
+from shiftbook.checkpoint.recorder_saving import note
 from shiftbook.checkpoint.recorder_state import RNG, Part, State, roots, value_digest
 from shiftbook.ledger.canonical import encode
 from shiftbook.ledger.events.probes import RandomStatesRecorded
@@ -42,32 +43,39 @@ class DurableRecords(Book):
         Write the id into the file. ``iteration`` is the number of iterations completed, ``cursor``
         the ordinal of the next draw, ``in_flight`` uids drawn and held in the bundle. With
         ``read_back`` the file is read again when the block ends, and compared by the verifier.
+        Where the process is killed within the block, the attempt that opens with this bundle
+        records its save.
         """
         parts = roots(state)
         begun = time.perf_counter()
         content = {"job": self.job, "attempt": self.attempt, "iteration": iteration}
         content |= {"version": version, "cursor": cursor, "parts": parts}
         bundle = hashlib.sha256(encode(content)).hexdigest()
+        event = CheckpointSaved(
+            attempt=self.attempt,
+            bundle=bundle,
+            parent=parent,
+            path=str(path),
+            iteration=iteration,
+            policy_version=version,
+            parts=parts,
+            cursor=cursor,
+            bytes=0,
+            save_s=0.0,
+            in_flight=tuple(in_flight),
+        )
+        self.flush()  # what the bundle goes on from stands in the ledger before the file is whole
+        noted = note(self._spool, event, time.time_ns())
         yield bundle
         file = Path(path)
-        size = file.stat().st_size if file.is_file() else 0
-        self._add(
-            CheckpointSaved(
-                attempt=self.attempt,
-                bundle=bundle,
-                parent=parent,
-                path=str(path),
-                iteration=iteration,
-                policy_version=version,
-                parts=parts,
-                cursor=cursor,
-                bytes=size,
-                save_s=time.perf_counter() - begun,
-                in_flight=tuple(in_flight),
-                file_parts=None if read_back is None else roots(read_back()),
-            )
-        )
+        after = {
+            "bytes": file.stat().st_size if file.is_file() else 0,
+            "save_s": time.perf_counter() - begun,
+            "file_parts": None if read_back is None else roots(read_back()),
+        }
+        self._add(CheckpointSaved.model_validate(event.model_dump() | after))
         self.flush()
+        noted.unlink(missing_ok=True)
 
     def restored(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder_gap import float64_array
 from shiftbook.ledger.events.training import LossTerm, Residual
 
@@ -15,6 +16,18 @@ TOLERANCE = 1e-5
 
 KL_TOLERANCE = 1e-6
 """Of 1 + exp(reference - new): what cancels in the KL estimate is rounded at that size."""
+
+
+def _by_token(advantages: NDArray[np.float64], shape: tuple[int, ...]) -> NDArray[np.float64]:
+    """An advantage for each token, from one for each token or for each sample of a row."""
+    if advantages.shape == shape:
+        return advantages
+    if len(shape) == 2 and advantages.shape in (shape[:1], (shape[0], 1)):
+        return advantages.reshape(-1, 1)
+    raise RecorderMisuse(
+        f"expected advantages of shape {shape}, one for each token, or {shape[:1]}, one for each "
+        f"sample, found {advantages.shape}; give packed rows one for each token"
+    )
 
 
 class PolicyLoss:
@@ -57,20 +70,26 @@ class PolicyLoss:
         value: Any,
         scale: float = 1.0,
     ) -> None:
-        """Take one micro batch's inputs, all of shape (samples, tokens); advantages (samples,).
+        """Take one micro batch's inputs, all of one shape; advantages (samples,) or of that shape.
 
-        ``new`` takes part in autograd; its gradient is caught when ``backward`` runs, on the loss
-        times ``scale``.
+        The shape is (samples, tokens), or (rows, tokens) or (tokens,) of packed samples, each
+        token of which has its sample's advantage. ``new`` takes part in autograd; its gradient is
+        caught when ``backward`` runs, on the loss times ``scale``. Raises RecorderMisuse where the
+        shapes do not fit, since broadcasting would compare with another loss.
         """
+        inputs = [float64_array(v) for v in (new, old, engine, reference)]
+        on = float64_array(trained)
+        by_token = _by_token(float64_array(advantages), inputs[0].shape)
+        names = ("old", "engine", "reference", "trained")
+        for name, given in zip(names, (*inputs[1:], on), strict=True):
+            if given.shape != inputs[0].shape:
+                raise RecorderMisuse(
+                    f"expected {name} of shape {inputs[0].shape}, as new, found {given.shape}; "
+                    "hand in what the loss reads, token by token"
+                )
         with np.errstate(over="ignore", invalid="ignore"):
             policy, kl, gradients, room = self._terms(
-                float64_array(new),
-                float64_array(old),
-                float64_array(engine),
-                float64_array(reference),
-                float64_array(advantages)[:, None],
-                float64_array(trained),
-                divisor,
+                inputs[0], inputs[1], inputs[2], inputs[3], by_token, on, divisor
             )
         total = policy + self.kl_coefficient * kl
         self._loss.append((float(float64_array(value)), total, float(room.sum())))

@@ -21,6 +21,7 @@ from shiftbook.ledger.events.training import (
 
 if TYPE_CHECKING:
     from shiftbook.checkpoint.recorder_loss import PolicyLoss
+    from shiftbook.checkpoint.recorder_loss_supervised import SupervisedLoss
     from shiftbook.checkpoint.recorder_step import StepProbe
 
 LiveState = State | Callable[[], State]
@@ -52,7 +53,7 @@ class UpdateRecord:
         state: LiveState,
         *,
         probe: StepProbe | None,
-        loss: PolicyLoss | None,
+        loss: PolicyLoss | SupervisedLoss | None,
         virtual_ranks: int = 0,
     ) -> None:
         self.before = read(state)
@@ -231,8 +232,8 @@ class UpdateRecord:
         terms: dict[str, LossTerm] | None = None
         if self.loss is not None:
             terms = self.loss.terms()
-            for what, residual in self.loss.residuals().items():
-                self._residuals[what] = residual
+            if not self._fields["skipped"]:  # what is no number is why it was skipped
+                self._residuals |= self.loss.residuals()
         return UpdateApplied(
             attempt=self._attempt,
             iteration=self._iteration,

@@ -103,6 +103,8 @@ def sealed(before: Digest, note: Mapping[str, Any]) -> str:
 
 def is_archive(path: Path) -> bool:
     """True for a file that begins as an archive does, whole or not."""
+    if not path.is_file():  # to open a FIFO waits for whoever writes to it
+        return False
     try:
         with path.open("rb") as file:
             return file.read(len(START) + 1) == START.encode() + b"\0"

@@ -262,6 +262,26 @@ class Track:
         """Samples that were drawn and neither consumed nor dropped."""
         return [s for s in self.samples.values() if s.owed(plan)]
 
+    def past(self, iteration: int, plan: Plan | None) -> list[Sample]:
+        """Samples that no update after this iteration may consume.
+
+        Where the plan bounds the staleness by several updates, a prompt may wait for its request,
+        and an iteration may pass without an update: what counts then are the versions of the
+        tokens, and a sample that is owed is open until it is consumed or dropped.
+        """
+        bound = plan.sampling.staleness_bound if plan else 0
+        old = [s for s in self.samples.values() if s.iteration <= iteration - bound]
+        if plan is None or not bound or plan.objective == "sft" or self.chain is None:
+            return old
+        least = self.chain.version - bound
+        return [
+            s
+            for s in old
+            if s.unknown is not None
+            or s.dropped is not None
+            or (s.version_min < least and not s.owed(plan))
+        ]
+
     def _after(self, event: UpdateApplied, at: int) -> Chain:
         """The state that an update leaves."""
         last = self.chain
@@ -417,9 +437,8 @@ class Track:
                 sample.unknown = why
 
     def _let_go(self, iteration: int, plan: Plan | None) -> None:
-        """Forget samples of iterations that no later update may consume."""
-        bound = plan.sampling.staleness_bound if plan else 0
-        old = [s for s in self.samples.values() if s.iteration <= iteration - bound]
+        """Forget samples that no later update may consume."""
+        old = self.past(iteration, plan)
         if not old:
             return
         last_consumed: dict[int, int | None] = {}

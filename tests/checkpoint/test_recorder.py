@@ -244,6 +244,28 @@ def recorder(tmp_path: Path) -> Any:
 STATE = {"model": {"w": 1.0}, "masters": {"w": 1.0}, "optimizer": {"step": 0}}
 
 
+def test_a_job_that_goes_on_with_another_plan_is_told_the_field(tmp_path: Path) -> None:
+    url, made = f"sqlite:///{tmp_path}/l.db", plan()
+    other = made.model_copy(
+        update={"update": made.update.model_copy(update={"learning_rate": 0.5, "clip_norm": 3.0})}
+    )
+    Recorder.open(url, "job", made, policy={"w": 1}).close()
+    with pytest.raises(
+        RecorderMisuse, match=r"found update\.learning_rate 0\.5 where it has 0\.01, and 1 more"
+    ):
+        Recorder.open(url, "job", other, policy={"w": 1})
+
+
+def test_an_amended_plan_may_be_given_as_it_stood_and_as_it_stands(tmp_path: Path) -> None:
+    url, made = f"sqlite:///{tmp_path}/l.db", plan()
+    with Recorder.open(url, "job", made, policy={"w": 1}) as record:
+        record.amend("update.learning_rate", 0.5, "the loss stood still")
+        amended = record.plan
+    for given in (made, amended):
+        with Recorder.open(url, "job", given, policy={"w": 1}) as record:
+            assert record.plan == amended != made
+
+
 def test_an_update_without_applied_is_refused(recorder: Recorder) -> None:
     with pytest.raises(RecorderMisuse, match=r"expected applied\(\)"), recorder.update(0, STATE):
         pass
@@ -381,6 +403,52 @@ def test_the_loss_probe_agrees_with_autograd(
     found = probe.residuals()
     assert {n for n, r in found.items() if r.largest > r.allowed} == wrong, found
     assert probe.terms()["kl"].value == pytest.approx(float(terms["kl"].detach()), rel=1e-5)
+
+
+@pytest.mark.parametrize("packed", ["rows", "flat"])
+def test_the_loss_probe_takes_packed_samples(packed: str) -> None:
+    """Each token has its sample's advantage, in one row or flat."""
+    new = torch.tensor([[-1.0, -2.0, -0.5, -1.5]], requires_grad=True)
+    near = new.detach() + 0.1
+    advantages, trained = torch.tensor([[1.0, 1.0, -2.0, -2.0]]), torch.tensor([[1, 1, 0, 1]])
+    shape = (1, 4) if packed == "rows" else (4,)
+    probe = PolicyLoss(kl_coefficient=0.0)
+    ratio = torch.exp(new - near)
+    side = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    loss = -(side * trained).sum() / 3
+    flat = new.reshape(shape)
+    probe.watch(
+        new=flat,
+        old=near.reshape(shape),
+        engine=near.reshape(shape),
+        reference=near.reshape(shape),
+        advantages=advantages.reshape(shape),
+        trained=trained.reshape(shape),
+        divisor=3,
+        value=loss,
+    )
+    assert (residual := probe.residuals()["loss"]).largest <= residual.allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("advantages", (3,)),
+        ("advantages", (2, 3)),
+        ("advantages", (1, 2, 4)),
+        ("old", (2,)),
+        ("engine", (1, 4)),
+        ("reference", (2, 1)),
+        ("trained", (4,)),
+    ],
+)
+def test_inputs_of_a_loss_that_would_be_broadcast_are_refused(
+    name: str, shape: tuple[int, ...]
+) -> None:
+    inputs = {n: torch.zeros(2, 4) for n in ("new", "old", "engine", "reference", "trained")}
+    inputs |= {"advantages": torch.zeros(2), name: torch.zeros(shape)}
+    with pytest.raises(RecorderMisuse, match=f"expected {name} of shape"):
+        PolicyLoss(kl_coefficient=0.0).watch(**inputs, divisor=1, value=0.0)
 
 
 def test_a_lossy_sync_is_recorded_with_its_bound(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shiftbook.checkpoint.recorder import Recorder
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.replay.recorded_trace import recorded_job, recorded_lines
+from shiftbook.verify.verdict import verify
 from tests.checkpoint.test_recorder import plan
 
 STATE = {"model": {"w": 1.0}, "masters": {"w": 1.0}, "optimizer": {"step": 0}}
@@ -82,3 +83,61 @@ def test_what_is_no_number_counts_where_a_token_is_trained(tmp_path: Path, value
 def test_values_of_other_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RecorderMisuse, match=r"found \(2,\), \(1,\) and \(2,\); cut all three"):
         recorded(tmp_path, ([-1.0, -1.0], [-1.0], [True, True]))
+
+
+@pytest.mark.parametrize(
+    ("gap", "plan_says", "finds"),
+    [
+        (1e-6, {}, False),
+        (0.019, {}, False),  # as far apart as a bfloat16 trainer and its engine may be
+        (0.3, {}, True),
+        (math.nan, {}, True),
+        (0.3, {"I16": 0.5}, False),
+        (1e-3, {"I16": 1e-4}, True),
+        (0.04, {"I16.calibration": 0.05}, False),
+    ],
+)
+def test_the_judge_holds_the_loss_against_the_engine(
+    tmp_path: Path, gap: float, plan_says: dict[str, float], finds: bool
+) -> None:
+    """A forward that is another function than the engine's (labels, temperature, positions)."""
+    url = f"sqlite:///{tmp_path}/l.db"
+    made = plan(objective="rl", tolerances=plan_says)
+    with (
+        Recorder.open(url, "job", made, policy="0" * 32) as record,
+        record.update(0, STATE) as update,
+    ):
+        update.gap([-1.0 - gap], [-1.0], [True])
+        update.applied(
+            version=1,
+            optimizer_step=1,
+            learning_rate=1.0,
+            loss=0.0,
+            grad_norm=1.0,
+            tokens=1,
+            divisor=1.0,
+        )
+    verdict = verify(url)
+    assert ("I16" in {finding.invariant for finding in verdict.findings}) == finds
+    assert verdict.coverage.row("I16.loss").status == ("broken" if finds else "checked")
+
+
+def test_of_several_updates_of_a_batch_the_first_one_is_compared(tmp_path: Path) -> None:
+    """Later ones are under weights that nothing was sampled with."""
+    url = f"sqlite:///{tmp_path}/l.db"
+    with Recorder.open(url, "job", plan(objective="rl"), policy="0" * 32) as record:
+        for number, told in enumerate((True, False, True, False)):
+            with record.update(number // 2, STATE) as update:
+                if told:
+                    update.gap([-1.0], [-1.0], [True])
+                update.applied(
+                    version=number + 1,
+                    optimizer_step=number + 1,
+                    learning_rate=1.0,
+                    loss=0.0,
+                    grad_norm=1.0,
+                    tokens=1,
+                    divisor=1.0,
+                )
+    row = verify(url).coverage.row("I16.loss")
+    assert (row.status, row.checks) == ("checked", 2)

@@ -637,6 +637,7 @@ class Maker:
                 loss=0.1,
                 kl=0.01,
                 grad_norm=1.0,
+                logp_gap=1e-7,
                 clipped=False,
                 skipped=False,
                 virtual_ranks=tuple(

@@ -30,6 +30,8 @@ class FileEquality(Invariant):
 
     def begin(self) -> None:
         self._bundles = 0
+        self._unread: set[str] = set()
+        """Bundles that were not read back after their save; they may be as they are loaded."""
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -39,7 +41,7 @@ class FileEquality(Invariant):
             if found is None:
                 found = self._manifest(event)
             if found is None:
-                self.missing("the file of a bundle was not read back after its save")
+                self._unread.add(event.bundle)
             else:
                 self._compare(step, event, found, ())
         elif isinstance(event, CheckpointRegistered):
@@ -52,6 +54,7 @@ class FileEquality(Invariant):
         elif isinstance(event, CheckpointRestored) and event.file_parts is not None:
             origin = step.track.origin(event.bundle)
             if origin is not None:
+                self._unread.discard(event.bundle)
                 self._compare(step, origin[0], event.file_parts, (origin[1],))
 
     def _manifest(self, event: CheckpointSaved | CheckpointRegistered) -> dict[str, str] | None:
@@ -81,6 +84,12 @@ class FileEquality(Invariant):
             action="Copy the state before the save returns; name the bundle in every shard.",
             others=others,
         )
+
+    def close(self, end: End) -> None:
+        for _ in self._unread:
+            self.missing(
+                "the file of a bundle was not read back after its save, nor as it was loaded"
+            )
 
     def idle_because(self, end: End) -> str | None:
         return None if self._bundles else "no bundle was saved"

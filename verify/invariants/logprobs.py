@@ -32,7 +32,9 @@ class LogProbsReplay(Invariant):
     samples; attested by the job. The tolerance is declared, or FACTOR times the gap that the same
     stack showed when it was calibrated: before an attempt's first update, where nothing that
     training does can have widened it, and within MOST_NOISE. A calibration is no check. ``used``:
-    the loss uses the engine's own values, bit for bit.
+    the loss uses the engine's own values, bit for bit. ``loss``: where the loss is taken under the
+    weights that sampled, its own log-probabilities lie as near to the engine's; where nothing was
+    declared or calibrated, within MOST_NOISE.
     """
 
     id = "I16"
@@ -49,7 +51,11 @@ class LogProbsReplay(Invariant):
         "used": (
             "the loss uses the engine's own log-probabilities",
             "logp_digest in the rows of BatchConsumed",
-        )
+        ),
+        "loss": (
+            "log-probabilities inside the loss lie near the engine's",
+            "UpdateApplied.logp_gap (update.gap)",
+        ),
     }
 
     def begin(self) -> None:
@@ -58,13 +64,16 @@ class LogProbsReplay(Invariant):
         self._generated = False
         self._updated: int | None = None
         """Position of the first update of the attempt."""
+        self._compared: int | None = None
+        """Iteration whose loss was last compared with the engine."""
 
     def feed(self, step: Step) -> None:
         match step.event:
             case AttemptStarted():
                 self._updated = None
-            case UpdateApplied() if self._updated is None:
-                self._updated = step.at
+            case UpdateApplied():
+                self._in_the_loss(step, step.event)
+                self._updated = step.at if self._updated is None else self._updated
             case LogProbsReplayed():
                 self._replayed(step, step.event)
             case SamplesGenerated():
@@ -102,6 +111,34 @@ class LogProbsReplay(Invariant):
             found=f"{event.other_tokens} drawn otherwise",
             cause="sampled with another temperature, top-p, seed or key than declared",
             action="Draw with the declared transform; key by job seed, uid, turn and token.",
+        )
+
+    def _in_the_loss(self, step: Step, event: UpdateApplied) -> None:
+        if event.skipped or supervised(step.plan):
+            return
+        if event.logp_gap is None:
+            # Of several updates of a batch the first alone is taken under the weights that sampled.
+            if event.iteration != self._compared:
+                self.missing("updates carry no gap of the loss's log-probabilities", "loss")
+            return
+        self._compared = event.iteration
+        tolerances = step.plan.tolerances if step.plan else {}
+        noise, at = self._noise.get("behaviour", (0.0, -1))
+        allowed, how = tolerances.get("I16"), "declared"
+        if allowed is None and at >= 0:
+            allowed, how = max(FLOOR, FACTOR * noise), f"{FACTOR:g} x the calibrated {noise:.2g}"
+        if allowed is None:
+            allowed, how = tolerances.get("I16.calibration", MOST_NOISE), "nothing was calibrated"
+        self.expect(
+            event.logp_gap <= allowed,
+            step.at,
+            expected=f"the loss's log-probabilities within {allowed:.2g} of the engine's ({how})",
+            found=f"mean gap {event.logp_gap:.3g}",
+            cause="labels shifted by one, another temperature, packed samples that see each other, "
+            "positions that go on, dropout where none is declared, or other weights than sampled",
+            action="Compare the loss's forward with the engine's on one sample, token by token.",
+            others=(at,),
+            aspect="loss",
         )
 
     def _calibrated(self, step: Step, event: LogProbsReplayed) -> None:
@@ -196,5 +233,8 @@ class LogProbsReplay(Invariant):
             self.missing("no log-probabilities were replayed")
 
     def aspect_idle_because(self, aspect: str, end: End) -> str | None:
+        update = end.job.plan.update if end.job.plan else None
+        if aspect == "loss" and update is not None and update.dropout:
+            return "with dropout the loss computes another function than the engine"
         samples = "supervised fine-tuning has no engine"
         return samples if supervised(end.job.plan) else None

@@ -249,7 +249,10 @@ class Recomputed(Invariant):
     needs = "UpdateApplied.recomputed (StepProbe and PolicyLoss of the recorder)"
     sees = (UpdateApplied,)
     aspects: ClassVar = {
-        "loss": ("loss and its gradient recompute", "PolicyLoss given to Recorder.update"),
+        "loss": (
+            "loss and its gradient recompute",
+            "PolicyLoss or SupervisedLoss given to Recorder.update",
+        ),
         "gradient": (
             "the gradient is the sum of its micro batches",
             "StepProbe given to Recorder.update, with gradient in its micro batches",
@@ -264,7 +267,8 @@ class Recomputed(Invariant):
         if not isinstance(event, UpdateApplied):
             return
         if event.recomputed is None:
-            self.missing("updates carry nothing that was computed again")
+            if not event.skipped:  # of a step that was not taken there is nothing to compute
+                self.missing("updates carry nothing that was computed again")
             return
         for what, residual in event.recomputed.items():
             aspect = _ASPECTS.get(what)

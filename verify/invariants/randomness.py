@@ -147,11 +147,13 @@ class RandomLineage(Invariant):
         if isinstance(event, AttemptStarted):
             # The streams of a life begin as its bundle holds them, or as those of the first life.
             mark = step.track.find_mark(event.bundle) if event.bundle else None
-            self._known = {} if mark is not None else dict(self._first)
+            # Of a bundle that nobody recorded nothing is known: it may be of any moment.
+            fresh = event.bundle is None or event.bundle in step.track.registered
+            self._known = dict(self._first) if fresh else {}
             if event.bundle is None and step.plan is not None:
                 declared = step.plan.data.first_streams
                 self._known |= {owner: (state, step.at) for owner, state in declared.items()}
-            self._held = mark is not None
+            self._held = not fresh
             if mark is not None:
                 self._from_parts(mark.saved.parts, mark.position)
         elif isinstance(event, CheckpointRestored):
