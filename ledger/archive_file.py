@@ -74,7 +74,8 @@ class ArchiveFile:
     @classmethod
     def open(cls, path: Path) -> ArchiveFile:
         """Open and index a file; raise ArchiveError where it is no archive that can be read."""
-        if path.exists() and not (path.is_file() or path.is_dir()):  # to open a FIFO waits for whoever writes to it
+        # To open a FIFO waits for whoever writes to it; that a folder is none is said below.
+        if path.exists() and not (path.is_file() or path.is_dir()):
             raise ArchiveError(
                 f"expected an archive at {path}, found no regular file; archives are read in any "
                 "order, so write a pipe to a file first"

@@ -119,6 +119,9 @@ class SamplingPlan(_Part):
     )
 
 
+AdvantageRule = Literal["group", "group-mean", "leave-one-out", "batch-scaled", "batch", "other"]
+
+
 class UpdatePlan(_Part):
     """What one update consumes and how it is computed."""
 
@@ -131,6 +134,17 @@ class UpdatePlan(_Part):
     clip_norm: float | None = None
     loss_terms: dict[str, float] = Field(default_factory=dict)
     divisor: Literal["tokens", "samples"] = "tokens"
+    advantage: AdvantageRule = Field(
+        default="group",
+        description="from rewards: less the mean of the group over its deviation (group), less it "
+        "alone (group-mean), less that of the others (leave-one-out), over the deviation of the "
+        "batch (batch-scaled), both of the batch (batch), or by a rule of its own (other)",
+    )
+    groups: Literal["whole", "split"] = Field(
+        default="whole",
+        description="whether a group is consumed by one update and computed by one virtual rank, "
+        "or may be split over several",
+    )
     dealing: Literal["blocks", "any"] = Field(
         default="any", description="groups to virtual ranks: blocks in order of uid, or freely"
     )
@@ -159,6 +173,12 @@ class UpdatePlan(_Part):
     controllers: dict[str, dict[str, float | str]] = Field(
         default_factory=dict, description="by name: rule and its constants"
     )
+
+    @model_validator(mode="after")
+    def _blocks_are_of_whole_groups(self) -> UpdatePlan:
+        if self.groups == "split" and self.dealing == "blocks":
+            raise ValueError("groups can be split only where dealing is any, found blocks")
+        return self
 
     @model_validator(mode="after")
     def _virtual_ranks_are_a_power_of_two(self) -> UpdatePlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shiftbook.verify.invariants.advantages import AdvantageRecomputes
 from shiftbook.verify.invariants.base import End, Invariant, Step
 from shiftbook.verify.invariants.cache import CacheFreshness
 from shiftbook.verify.invariants.consumption import ExactlyOnce, NoLoss
@@ -9,7 +10,7 @@ from shiftbook.verify.invariants.data import DataIdentity
 from shiftbook.verify.invariants.durable import FileEquality
 from shiftbook.verify.invariants.lease import Lease
 from shiftbook.verify.invariants.legality import Legality
-from shiftbook.verify.invariants.linkage import AdvantageRecomputes, RewardLink, TokenIdentity
+from shiftbook.verify.invariants.linkage import RewardLink, TokenIdentity
 from shiftbook.verify.invariants.logprobs import LogProbsReplay
 from shiftbook.verify.invariants.loss import (
     Controllers,

@@ -1,4 +1,4 @@
-"""Linkage: what is trained on is what was generated (I11) and what was rewarded (I12, I12b)."""
+"""Linkage: what is trained on is what was generated (I11) and what was rewarded (I12)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,8 @@ from shiftbook.ledger.plan import Plan
 from shiftbook.verify.invariants.base import End, Invariant, Step, short
 from shiftbook.verify.lineage import Sample
 
-ADVANTAGE_TOLERANCE = 1e-5
-"""Largest |recorded - recomputed| advantage; ``tolerances["I12b"]`` of the plan overrides it.
-
-Recorded ones are float32 of values up to about 3, so rounding alone gives 2e-7."""
-
-ADVANTAGE_FLOOR = 1e-4
-"""Added to the standard deviation; ``tolerances["advantage_floor"]`` of the plan overrides it."""
-
 RESCORING = 1e-6
 """Largest gap of a reward scored again; ``tolerances["I12"]`` of the plan overrides it."""
-
-MAX_GROUP = 65_536
-"""Members of a group that are looked for; a forged plan cannot make the judge count for ever."""
-
 
 Fault = tuple[str, str, str, int | None]
 """Uid, expected, found, position of proof."""
@@ -50,7 +38,7 @@ class _Rewarded(Invariant):
         return "supervised fine-tuning has no rewards" if supervised(end.job.plan) else None
 
 
-class _OverRows(_Rewarded):
+class OverRows(_Rewarded):
     """An invariant over the rows of BatchConsumed and SamplesRewarded."""
 
     def readable(self, step: Step) -> bool:
@@ -86,7 +74,7 @@ class _OverRows(_Rewarded):
         )
 
 
-class TokenIdentity(_OverRows):
+class TokenIdentity(OverRows):
     """I11: the tokens that were consumed, and rewarded, are the tokens that the engine made.
 
     ``masks``: the trained tokens are exactly the sampled ones.
@@ -173,7 +161,7 @@ def _same(a: float, b: float) -> bool:
     return a == b or _float32(a) == _float32(b) or (math.isnan(a) and math.isnan(b))
 
 
-class RewardLink(_OverRows):
+class RewardLink(OverRows):
     """I12: the reward used for a sample is the one recorded for its uid and its tokens.
 
     ``rescored``: samples that the job scored again, each by itself, give that reward (attested).
@@ -234,67 +222,3 @@ class RewardLink(_OverRows):
             others=(sample.rewarded if sample else None,),
             aspect="rescored",
         )
-
-
-class AdvantageRecomputes(_OverRows):
-    """I12b: advantages follow from the rewards of their group.
-
-    Group-relative policy optimisation (arXiv 2402.03300): (reward - mean of the group) divided by
-    (standard deviation of the group + floor), in float64. The deviation is the population's, or
-    that of a sample where ``tolerances["advantage_correction"]`` of the plan is 1. A group is
-    whole: all its members that were not dropped are consumed together.
-    """
-
-    id = "I12b"
-    title = "advantages recompute from the rewards of the group"
-    needs = "rows of BatchConsumed with group, reward and advantage"
-    sees = (BatchConsumed,)
-
-    def feed(self, step: Step) -> None:
-        if not isinstance(step.event, BatchConsumed) or supervised(step.plan):
-            return
-        if not self.readable(step):
-            return
-        assert step.rows is not None
-        declared = step.plan.tolerances if step.plan else {}
-        tolerance = declared.get("I12b", ADVANTAGE_TOLERANCE)
-        floor = declared.get("advantage_floor", ADVANTAGE_FLOOR)
-        correction = declared.get("advantage_correction", 0.0)
-        groups: dict[str, list[tuple[str, float, float]]] = {}
-        names = ("uid", "group", "reward", "advantage")
-        for uid, group, reward, advantage in zip(*(step.rows[n] for n in names), strict=True):
-            groups.setdefault(group, []).append((uid, reward, advantage))
-        faults: list[Fault] = []
-        for group, members in groups.items():
-            faults += self._whole(step, group, [uid for uid, _, _ in members])
-            rewards = [reward for _, reward, _ in members]
-            mean = sum(rewards) / len(rewards)
-            squares = sum((r - mean) * (r - mean) for r in rewards)
-            deviation = math.sqrt(squares / max(1.0, len(rewards) - correction))
-            for uid, reward, advantage in members:
-                expected = (reward - mean) / (deviation + floor)
-                if not abs(expected - advantage) <= tolerance:
-                    found = f"{advantage:.6g} (mean {mean:.6g} of {len(rewards)} in group {group})"
-                    faults.append((uid, f"advantage {expected:.6g} ± {tolerance:g}", found, None))
-        self.over_rows(
-            step,
-            faults,
-            len(step.rows),
-            "samples stand in the wrong group, or the baseline is of other samples",
-            "Group by the draw ordinal in the uid, and compute the baseline over whole groups.",
-        )
-
-    def _whole(self, step: Step, group: str, uids: list[str]) -> list[Fault]:
-        draw = uids[0].partition("/")[0]
-        other = next((uid for uid in uids if uid.partition("/")[0] != draw), None)
-        if other is not None:
-            found = f"{uids[0]} and {other} in group {group}"
-            return [(other, "one group for each draw", found, None)]
-        size = step.plan.update.group_size if step.plan else len(uids)
-        kept = set(uids)
-        for member in range(min(size, MAX_GROUP)):
-            uid = f"{draw}/{member}"
-            sample = step.track.samples.get(uid)
-            if sample is not None and sample.dropped is None and uid not in kept:
-                return [(uid, f"consumed with its group {group}", "left out", sample.generated)]
-        return []
