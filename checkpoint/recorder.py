@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder_data import DataRecords, data_digests, dataset_digest
+from shiftbook.checkpoint.recorder_declared import require_declared
 from shiftbook.checkpoint.recorder_durable import DurableRecords, rng_parts
 from shiftbook.checkpoint.recorder_engines import EngineRecords
 from shiftbook.checkpoint.recorder_groups import fed_digest
@@ -202,8 +203,10 @@ class Recorder(DataRecords, EngineRecords, DurableRecords):
     ) -> Iterator[UpdateRecord]:
         """Around one optimizer step; ``state`` gives model, masters and optimizer, read twice.
 
-        ``cast`` (the masters in the model's dtype) and ``ema`` are read where it has them.
+        ``cast`` (the masters in the model's dtype) and ``ema`` are read where it has them. Raises
+        RecorderMisuse where a probe computes with other constants than the plan declares.
         """
+        require_declared(self.plan.update, probe, loss)
         record = UpdateRecord(
             self.attempt,
             iteration,

@@ -33,7 +33,8 @@ def _by_token(advantages: NDArray[np.float64], shape: tuple[int, ...]) -> NDArra
 class PolicyLoss:
     """The declared loss, token by token, and the gradient with respect to the log-probabilities.
 
-    policy: -min(r A, clip(r, 1 - c, 1 + c) A) w, with r = exp(new - old) (arXiv 1707.06347) and
+    policy: -min(r A, clip(r, 1 - c, 1 + h) A) w, with r = exp(new - old) (arXiv 1707.06347), h = c
+    unless ``clip_range_high`` says another (arXiv 2503.14476), and
     w = min(exp(old - engine), truncation), which is held constant; kl: exp(d) - d - 1 with
     d = reference - new, the low-variance estimate of KL(policy, reference). Both are summed over
     trained tokens and divided by the divisor. ``watch`` is called with each micro batch's inputs
@@ -45,10 +46,12 @@ class PolicyLoss:
         *,
         kl_coefficient: float,
         clip_range: float = 0.2,
+        clip_range_high: float | None = None,
         truncation: float | None = None,
     ) -> None:
         self.kl_coefficient = kl_coefficient
         self.clip_range = clip_range
+        self.clip_range_high = clip_range if clip_range_high is None else clip_range_high
         self.truncation = truncation
         self._values = {"policy": 0.0, "kl": 0.0}
         self._squares = {"policy": 0.0, "kl": 0.0}
@@ -63,7 +66,7 @@ class PolicyLoss:
         new: Any,
         old: Any,
         engine: Any,
-        reference: Any,
+        reference: Any = None,
         advantages: Any,
         trained: Any,
         divisor: float,
@@ -73,10 +76,19 @@ class PolicyLoss:
         """Take one micro batch's inputs, all of one shape; advantages (samples,) or of that shape.
 
         The shape is (samples, tokens), or (rows, tokens) or (tokens,) of packed samples, each
-        token of which has its sample's advantage. ``new`` takes part in autograd; its gradient is
-        caught when ``backward`` runs, on the loss times ``scale``. Raises RecorderMisuse where the
-        shapes do not fit, since broadcasting would compare with another loss.
+        token of which has its sample's advantage. A loss without a KL term needs no ``reference``,
+        and one without a truncated weight may give ``old`` as ``engine``. ``new`` takes part in
+        autograd; its gradient is caught when ``backward`` runs, on the loss times ``scale``. Raises
+        RecorderMisuse where the shapes do not fit, since broadcasting would compare with another
+        loss.
         """
+        if reference is None:
+            if self.kl_coefficient:
+                raise RecorderMisuse(
+                    f"expected the reference's log-probabilities, since the loss has a KL term of "
+                    f"{self.kl_coefficient:g}, found none; hand in what the loss reads"
+                )
+            reference = new
         inputs = [float64_array(v) for v in (new, old, engine, reference)]
         on = float64_array(trained)
         by_token = _by_token(float64_array(advantages), inputs[0].shape)
@@ -124,7 +136,7 @@ class PolicyLoss:
         else:
             weight = np.ones_like(weight)
         plain = ratio * advantages
-        clipped = np.clip(ratio, 1 - self.clip_range, 1 + self.clip_range) * advantages
+        clipped = np.clip(ratio, 1 - self.clip_range, 1 + self.clip_range_high) * advantages
         gap = np.where(on, reference - new, zero)
         policy = np.where(on, -np.minimum(plain, clipped) * weight, zero)
         kl = np.where(on, np.exp(gap) - gap - 1, zero)

@@ -159,6 +159,9 @@ class UpdatePlan(_Part):
     )
     reference_refresh: int | None = Field(default=None, description="updates between refreshes")
     clip_range: float | None = Field(default=None, description="of the importance ratio")
+    clip_range_high: float | None = Field(
+        default=None, description="the same upwards; None where it is as far as downwards"
+    )
     truncation: float | None = Field(default=None, description="of engine-to-trainer weights")
     ema_decay: float | None = None
     dropout: float | None = Field(default=None, ge=0, lt=1, description="share left out")

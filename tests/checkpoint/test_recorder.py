@@ -367,8 +367,9 @@ def test_the_step_probe_agrees_with_adamw(
         (lambda terms: 1.01 * (terms["policy"] + 0.1 * terms["kl"]), {"loss", "loss gradient"}),
     ],
 )
+@pytest.mark.parametrize("high", [None, 0.28])
 def test_the_loss_probe_agrees_with_autograd(
-    change: Callable[[dict[str, torch.Tensor]], torch.Tensor], wrong: set[str]
+    change: Callable[[dict[str, torch.Tensor]], torch.Tensor], wrong: set[str], high: float | None
 ) -> None:
     generator = torch.Generator().manual_seed(5)
     print("seed 5")
@@ -382,13 +383,14 @@ def test_the_loss_probe_agrees_with_autograd(
     advantages, trained = draw(4), draw(4, 6) > -0.5
     ratio, weight = torch.exp(new - old), torch.exp(old - engine).clamp(max=1.5)
     gap = reference - new
-    side = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    clipped = ratio.clamp(0.8, 1.2 if high is None else 1 + high)
+    side = torch.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
     terms = {
         "policy": torch.where(trained, -side * weight, 0.0).sum() / 17,
         "kl": torch.where(trained, torch.exp(gap) - gap - 1, 0.0).sum() / 17,
     }
     loss = change(terms)
-    probe = PolicyLoss(kl_coefficient=0.1, truncation=1.5)
+    probe = PolicyLoss(kl_coefficient=0.1, clip_range_high=high, truncation=1.5)
     probe.watch(
         new=new,
         old=old,
@@ -403,6 +405,75 @@ def test_the_loss_probe_agrees_with_autograd(
     found = probe.residuals()
     assert {n for n, r in found.items() if r.largest > r.allowed} == wrong, found
     assert probe.terms()["kl"].value == pytest.approx(float(terms["kl"].detach()), rel=1e-5)
+
+
+class Entered(Exception):
+    """The block of an update was entered."""
+
+
+def test_a_loss_without_a_kl_term_needs_no_reference() -> None:
+    new = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    near, on = new.detach() + 0.1, torch.ones(1, 2)
+    given = {"new": new, "old": near, "engine": near, "advantages": torch.ones(1), "trained": on}
+    loss = -torch.exp(new - near).sum() / 2
+    probe = PolicyLoss(kl_coefficient=0.0)
+    probe.watch(**given, divisor=2, value=loss)
+    loss.backward()
+    found = probe.residuals()
+    assert {n for n, r in found.items() if r.largest > r.allowed} == set(), found
+    with pytest.raises(RecorderMisuse, match="expected the reference's log-probabilities"):
+        PolicyLoss(kl_coefficient=0.1).watch(**given, divisor=2, value=loss)
+
+
+@pytest.mark.parametrize(
+    ("declared", "loss", "clip_norm", "wrong"),
+    [
+        ({}, {"clip_range": 0.3, "truncation": 2.0}, 5.0, ""),
+        ({"clip_range": 0.2}, {}, 1.0, ""),
+        ({"clip_range": 0.2}, {"clip_range": 0.3}, 1.0, "clip_range 0.2"),
+        ({"clip_range": 0.2}, {"clip_range_high": 0.28}, 1.0, "clip_range_high 0.2"),
+        ({"clip_range": 0.2, "clip_range_high": 0.28}, {}, 1.0, "clip_range_high 0.28"),
+        ({"clip_range": 0.2, "clip_range_high": 0.28}, {"clip_range_high": 0.28}, 1.0, ""),
+        ({"truncation": 1.5}, {}, 1.0, "truncation 1.5, .* found none"),
+        ({"truncation": 1.5}, {"truncation": 1.5}, 1.0, ""),
+        ({"clip_norm": 1.0}, {}, 1.0, ""),
+        ({"clip_norm": 1.0}, {}, 2.0, "clip_norm 1, .* found 2"),
+        ({"clip_norm": 1.0}, {}, None, "clip_norm 1, .* found none"),
+    ],
+)
+def test_probes_compute_with_the_declared_constants(
+    declared: dict[str, float],
+    loss: dict[str, float],
+    clip_norm: float | None,
+    wrong: str,
+    tmp_path: Path,
+) -> None:
+    """Else a loop would be held against itself. An amendment of the plan allows another one."""
+    update = plan().update.model_copy(update=declared)
+    weights = {"w": torch.zeros(2)}
+    with Recorder.open(
+        f"sqlite:///{tmp_path}/l.db", "job", plan(update=update), policy=weights
+    ) as record:
+        probes: dict[str, Any] = {
+            "probe": StepProbe(Adam(), clip_norm=clip_norm),
+            "loss": PolicyLoss(kl_coefficient=0.0, **loss),
+        }
+
+        def begin() -> None:
+            state = {"model": weights, "masters": weights, "optimizer": {"step": 0}}
+            with pytest.raises(Entered), record.update(0, lambda: state, **probes):
+                raise Entered
+
+        if not wrong:
+            begin()
+            return
+        with pytest.raises(RecorderMisuse, match=f"expected {wrong}"):
+            begin()
+        field = wrong.split()[0]
+        found = clip_norm if field == "clip_norm" else getattr(probes["loss"], field)
+        record.amend(f"update.{field}", found, "another is meant")
+        if found is not None:
+            begin()
 
 
 @pytest.mark.parametrize("packed", ["rows", "flat"])
