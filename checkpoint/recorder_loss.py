@@ -107,8 +107,9 @@ class PolicyLoss:
         self._loss.append((float(float64_array(value)), total, float(room.sum())))
         self._values["policy"] += policy
         self._values["kl"] += kl
-        for name, gradient in gradients.items():
-            self._squares[name] += float((gradient * gradient).sum())
+        with np.errstate(over="ignore"):
+            for name, gradient in gradients.items():
+                self._squares[name] += float((gradient * gradient).sum())
         number = len(self._expected)
         self._expected.append((gradients["policy"] + gradients["kl"], room))
         if getattr(new, "requires_grad", False):
