@@ -122,6 +122,30 @@ def test_the_judge_holds_the_loss_against_the_engine(
     assert verdict.coverage.row("I16.loss").status == ("broken" if finds else "checked")
 
 
+def test_with_dropout_the_loss_is_not_held_against_the_engine(tmp_path: Path) -> None:
+    """It leaves elements out, and the engine does not: an honest gap of any size."""
+    url = f"sqlite:///{tmp_path}/l.db"
+    update = plan().update.model_copy(update={"dropout": 0.1})
+    made = plan(objective="rl", update=update)
+    with (
+        Recorder.open(url, "job", made, policy="0" * 32) as record,
+        record.update(0, STATE) as step,
+    ):
+        step.gap([-1.5], [-1.0], [True])
+        step.applied(
+            version=1,
+            optimizer_step=1,
+            learning_rate=1.0,
+            loss=0.0,
+            grad_norm=1.0,
+            tokens=1,
+            divisor=1.0,
+        )
+    verdict = verify(url)
+    assert "I16" not in {finding.invariant for finding in verdict.findings}
+    assert verdict.coverage.row("I16.loss").status == "nothing to check"
+
+
 def test_of_several_updates_of_a_batch_the_first_one_is_compared(tmp_path: Path) -> None:
     """Later ones are under weights that nothing was sampled with."""
     url = f"sqlite:///{tmp_path}/l.db"
