@@ -36,6 +36,7 @@ PLAIN = st.recursive(
 
 FIELDS: Mapping[tuple[str, str], st.SearchStrategy[Any]] = {
     ("UpdatePlan", "virtual_ranks"): st.sampled_from([1, 2, 4, 2**62]),
+    ("UpdatePlan", "dealing"): st.just("any"),
     ("DataPlan", "mixture"): st.none(),
     ("ShadowPlan", "every_iterations"): st.integers(8, LARGEST_INT),
     ("ShadowPlan", "iterations"): st.integers(1, 8),

@@ -22,7 +22,7 @@ from shiftbook.ledger.cli_options import (
     one_job,
     open_book,
 )
-from shiftbook.ledger.cli_types import Finite
+from shiftbook.ledger.cli_types import Finite, NamedPath
 from shiftbook.ledger.errors import InvalidInput, LedgerUnreachable, Rejected
 
 if TYPE_CHECKING:
@@ -327,7 +327,7 @@ def thaw(ledger_url: str, job: str, reason: str, operation: str | None) -> None:
 @evidence_option
 @click.option(
     "--spool",
-    type=click.Path(path_type=Path),
+    type=NamedPath(file_okay=False, path_type=Path),
     help="Folder of spools; default: the one beside the ledger.",
 )
 def recover(
