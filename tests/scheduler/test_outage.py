@@ -234,14 +234,17 @@ def test_the_outage_begins_between_two_steps_of_a_move(
 
     operation = propose_until(on_postgres, job, after, stopped)
     server.stop("fast")
-    went_s = time.monotonic()
+    went_s, went_ns = time.monotonic(), time.time_ns()
     try:
         os.kill(pid, signal.SIGCONT)
         until(lambda: time.monotonic() - went_s >= OUTAGE_S / 3, OUTAGE_S)
     finally:
+        came_ns = time.time_ns()
         server.start()
     until(lambda: not on_postgres.ledger.state().job(job).operations[operation].open, 90)
     status = on_postgres.ledger.state().job(job).operations[operation].status
     assert status in {"rolled_back", "committed", "abandoned"}, status
     ends_well(on_postgres, job, undisturbed)
-    says_that_it_was_away(on_postgres)
+    # A job that stands still for the move may have had nothing to record meanwhile.
+    if inside(on_postgres, (went_ns, came_ns), Event):
+        says_that_it_was_away(on_postgres)
