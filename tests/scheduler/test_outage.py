@@ -216,6 +216,8 @@ def test_the_outage_begins_between_two_steps_of_a_move(
     job = "half-moved"
     running = on_postgres.start(job, schedule="dynamic", proposer="operator", **SIZE)
     in_training(on_postgres, job)
+    # A move that holds the whole job at its very beginning leaves nothing to record in an outage.
+    until(lambda: on_postgres.ledger.state().job(job).iteration >= 1, 60)
     pid = ray.get(running.controller.status.remote(), timeout=30)["pid"]
     ray.get(running.controller.stop_at.remote("quiesced"), timeout=30)
     first_slot, last_slot = on_postgres.devices[:2]
@@ -234,17 +236,14 @@ def test_the_outage_begins_between_two_steps_of_a_move(
 
     operation = propose_until(on_postgres, job, after, stopped)
     server.stop("fast")
-    went_s, went_ns = time.monotonic(), time.time_ns()
+    went_s = time.monotonic()
     try:
         os.kill(pid, signal.SIGCONT)
         until(lambda: time.monotonic() - went_s >= OUTAGE_S / 3, OUTAGE_S)
     finally:
-        came_ns = time.time_ns()
         server.start()
     until(lambda: not on_postgres.ledger.state().job(job).operations[operation].open, 90)
     status = on_postgres.ledger.state().job(job).operations[operation].status
     assert status in {"rolled_back", "committed", "abandoned"}, status
     ends_well(on_postgres, job, undisturbed)
-    # A job that stands still for the move may have had nothing to record meanwhile.
-    if inside(on_postgres, (went_ns, came_ns), Event):
-        says_that_it_was_away(on_postgres)
+    says_that_it_was_away(on_postgres)
