@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +28,7 @@ __all__ = [
     "column_types",
     "evidence_folder",
     "read_segment",
+    "segment_bytes",
     "segment_place",
     "segment_sha256",
     "writable_place",
@@ -105,20 +106,26 @@ def _array(values: Sequence[Any]) -> pa.Array:
         return pa.array(values)
 
 
-def _file(table: pa.Table) -> tuple[Segment, bytes]:
-    """A segment and the bytes of its file."""
+def segment_bytes(table: pa.Table, compression: Literal["none", "zstd"] | None = None) -> bytes:
+    """The bytes of a segment's file; by its size it is compressed or not, unless that is said."""
+    small = table.nbytes < COMPRESSED_FROM_BYTES
     sink = pa.BufferOutputStream()
     # Nothing that depends on the machine or the time enters the file. Digests and uids differ
     # from row to row, so a dictionary would only be a second copy of them.
     pq.write_table(
         table.replace_schema_metadata(None),
         sink,
-        compression="none" if table.nbytes < COMPRESSED_FROM_BYTES else "zstd",
+        compression=compression or ("none" if small else "zstd"),
         use_dictionary=False,
         write_statistics=False,
         store_schema=False,
     )
-    data = sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _file(table: pa.Table) -> tuple[Segment, bytes]:
+    """A segment and the bytes of its file."""
+    data = segment_bytes(table)
     segment = Segment(
         sha256=segment_sha256(data),
         rows=table.num_rows,

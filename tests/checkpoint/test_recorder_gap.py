@@ -16,6 +16,7 @@ import torch
 
 from shiftbook.checkpoint.errors import RecorderMisuse
 from shiftbook.checkpoint.recorder import Recorder
+from shiftbook.checkpoint.recorder_update import UpdateRecord
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.verify.evidence import EvidenceFolder
 from shiftbook.verify.replay.recorded_trace import recorded_job, recorded_lines
@@ -27,6 +28,19 @@ Batch = tuple[Any, Any, Any]
 """Log-probabilities of the trainer and of the engine, and which tokens are trained."""
 
 
+def applied(update: UpdateRecord, number: int = 1) -> None:
+    """The step that a gap belongs to."""
+    update.applied(
+        version=number,
+        optimizer_step=number,
+        learning_rate=1.0,
+        loss=0.0,
+        grad_norm=1.0,
+        tokens=1,
+        divisor=1.0,
+    )
+
+
 def recorded(folder: Path, *batches: Batch) -> tuple[Any, list[str]]:
     """The gap as it stands in the ledger, and the numbers that a shadow would compare."""
     url = f"sqlite:///{folder}/l.db"
@@ -34,15 +48,7 @@ def recorded(folder: Path, *batches: Batch) -> tuple[Any, list[str]]:
         with record.update(0, STATE) as update:
             for trainer, engine, trained in batches:
                 update.gap(trainer, engine, trained)
-            update.applied(
-                version=1,
-                optimizer_step=1,
-                learning_rate=1.0,
-                loss=0.0,
-                grad_norm=1.0,
-                tokens=1,
-                divisor=1.0,
-            )
+            applied(update)
         record.flush()
     with Ledger.open(url, read_only=True) as ledger:
         job = recorded_job(ledger, "job")
@@ -108,15 +114,7 @@ def test_the_judge_holds_the_loss_against_the_engine(
         record.update(0, STATE) as update,
     ):
         update.gap([-1.0 - gap], [-1.0], [True])
-        update.applied(
-            version=1,
-            optimizer_step=1,
-            learning_rate=1.0,
-            loss=0.0,
-            grad_norm=1.0,
-            tokens=1,
-            divisor=1.0,
-        )
+        applied(update)
     verdict = verify(url)
     assert ("I16" in {finding.invariant for finding in verdict.findings}) == finds
     assert verdict.coverage.row("I16.loss").status == ("broken" if finds else "checked")
@@ -132,15 +130,7 @@ def test_with_dropout_the_loss_is_not_held_against_the_engine(tmp_path: Path) ->
         record.update(0, STATE) as step,
     ):
         step.gap([-1.5], [-1.0], [True])
-        step.applied(
-            version=1,
-            optimizer_step=1,
-            learning_rate=1.0,
-            loss=0.0,
-            grad_norm=1.0,
-            tokens=1,
-            divisor=1.0,
-        )
+        applied(step)
     verdict = verify(url)
     assert "I16" not in {finding.invariant for finding in verdict.findings}
     assert verdict.coverage.row("I16.loss").status == "nothing to check"
@@ -154,14 +144,6 @@ def test_of_several_updates_of_a_batch_the_first_one_is_compared(tmp_path: Path)
             with record.update(number // 2, STATE) as update:
                 if told:
                     update.gap([-1.0], [-1.0], [True])
-                update.applied(
-                    version=number + 1,
-                    optimizer_step=number + 1,
-                    learning_rate=1.0,
-                    loss=0.0,
-                    grad_norm=1.0,
-                    tokens=1,
-                    divisor=1.0,
-                )
+                applied(update, number + 1)
     row = verify(url).coverage.row("I16.loss")
     assert (row.status, row.checks) == ("checked", 2)
