@@ -204,19 +204,27 @@ class ResumableLoader:
 
         self._make = make
         self._loader = make()
+        self._in_midst = False
         self._taken = BatchIterator(batches)
 
     def __iter__(self) -> Iterator[DrawnBatch]:
         """From where the state stands; a batch counts as taken when it is handed out.
 
-        Raises LoaderWorkerLost where a worker ended, and what the data set raises.
+        Raises LoaderWorkerLost where a worker ended, and what the data set raises. Torch may raise
+        its own RuntimeError for a worker that was killed, between two batches; iterate again then.
         """
+        if self._in_midst:
+            # Kept workers may be why it was left: torch raises that one ended wherever its main
+            # thread stands, in the consumer as well.
+            self._loader = self._make()
+        self._in_midst = True
         self._ahead.start = self._taken.state_dict()
         self._ahead.given = []
         for batch in self._batches():
             next(self._taken)
             self._ahead.given.remove(batch.ordinals)
             yield batch
+        self._in_midst = False
 
     def _batches(self) -> Iterator[DrawnBatch]:
         fetched = iter(self._loader)
@@ -228,8 +236,6 @@ class ResumableLoader:
             except (RuntimeError, OSError, EOFError) as error:
                 if not self._workers or str(error).startswith(_CAUGHT):
                     raise  # the data set's own
-                # Workers that were to be kept would be asked again for ever.
-                self._loader = self._make()
                 self._ahead.given = []
                 said = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise LoaderWorkerLost(

@@ -39,7 +39,7 @@ __all__ = [
 COMPRESSED_FROM_BYTES = 1 << 18
 """Size of the rows in memory from which a segment is compressed.
 
-With 512 samples zstd takes away 65 % of 110 kB, and makes writing and reading take 1.7 times as long
+With 512 samples zstd takes away 65 % of 110 kB, and writing and reading take 1.7 times as long
 (benchmarks/evidence.py): it is begun anew for each column, and of digests it takes little.
 """
 
