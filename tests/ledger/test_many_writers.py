@@ -137,6 +137,10 @@ def run(url: str, server: PostgresServer | None, target: int, kills: int, seed: 
             stack.callback(process.kill)
         for thread in threads:
             thread.start()
+        for process in processes:
+            # Before any crash of the server: a ledger that cannot be reached is not opened.
+            assert process.stdout is not None
+            assert process.stdout.readline() == "open\n"
         writers = Writers(url, seed)
         stack.callback(writers.end_all)
         for _ in range(PROCESSES):

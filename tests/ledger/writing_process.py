@@ -94,8 +94,9 @@ def seen_by_follower(ledger: Ledger, limit_s: float) -> tuple[int, str]:
 
 
 def follow(url: str, limit_s: str) -> None:
-    """Tell what a follower of this process saw."""
+    """Tell that the ledger is open, and in the end what a follower of this process saw."""
     with Ledger.open(url, read_only=True, lock_timeout_s=LOCK_LIMIT_S) as ledger:
+        print("open", flush=True)
         sys.stdout.write("{} {}\n".format(*seen_by_follower(ledger, float(limit_s))))
 
 
