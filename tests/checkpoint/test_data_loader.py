@@ -163,8 +163,9 @@ def test_killed_workers_cost_no_sample(
     assert found == wanted()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1])
 def test_what_a_data_set_raises_is_its_own(workers: int) -> None:
+    """Torch waits 5 s for each worker then."""
     with pytest.raises(RuntimeError, match="no sample 3") as raised:
         list(ResumableLoader(Unreadable(), batches(), seed=SEED, num_workers=workers))
     assert not isinstance(raised.value, LoaderWorkerLost)

@@ -29,8 +29,8 @@ def _free_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("python_random", "python-random", "random.random at "),
         ("hash_order", "hash-order", ""),
-        ("clock", "clock", "time.time at "),
-        ("entropy", "entropy", "uuid.uuid4 at "),
+        pytest.param("clock", "clock", "time.time at ", marks=pytest.mark.slow),
+        pytest.param("entropy", "entropy", "uuid.uuid4 at ", marks=pytest.mark.slow),
     ],
 )
 def test_the_cause_outside_torch_is_named_with_its_line(name: str, cause: str, drawn: str) -> None:

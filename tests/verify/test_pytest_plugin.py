@@ -132,7 +132,7 @@ def test_junit_files_have_the_outcome_as_properties(
     assert found["test_moves"]["shiftbook_replay_divergence"] == "1 rollout sample 000001/0"
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)])
 def test_failures_are_annotated_in_github_actions_under_xdist_too(
     workers: tuple[str, ...], project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +148,7 @@ def test_failures_are_annotated_in_github_actions_under_xdist_too(
     assert "replay diverged: step 1, component rollout: sample 000001/0" in lines[0]
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")])
+@pytest.mark.parametrize("workers", [(), pytest.param(("-n", "2"), marks=pytest.mark.slow)])
 def test_verdicts_are_annotated_in_github_actions_too(
     workers: tuple[str, ...], project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
