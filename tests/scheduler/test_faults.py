@@ -21,6 +21,7 @@ import pytest
 
 from shiftbook.ledger.errors import Rejected
 from shiftbook.ledger.events.reallocation import Interval
+from shiftbook.ledger.file_lock import FileLock
 from shiftbook.ledger.gate import Gate
 from shiftbook.ledger.proposal import Proposal
 from shiftbook.ledger.topology import Topology
@@ -465,7 +466,10 @@ def test_no_move_begins_while_the_writer_stands_still(
         return any("wait for the ledger" in stored.body["reason"] for stored in abandoned)
 
     pid = ray.get(start_writer(on_ray.place.ledger_url).pid.remote(), timeout=30)
+    lock = FileLock(Path(f"{on_ray.place.ledger_file}.lock"), 30)
+    lock.acquire()  # not while it holds the lock, which would keep the ledger from everybody
     os.kill(pid, signal.SIGSTOP)
+    lock.release()
     try:
         until(lambda: any(file.stat().st_size for file in spool.glob("*.spool")), 90)
         propose_until(on_ray, job, after, refused)
