@@ -50,4 +50,4 @@ def test_time_shared_phases_on_ray_give_what_one_process_gives() -> None:
     assert code == 0, out
     assert "schedule=ray-timeshared" in out
     assert "does not show it: trainer tensor gradient, trainer root gradient" in out
-    assert "376 observations in 2 steps" in out
+    assert "378 observations in 2 steps" in out
