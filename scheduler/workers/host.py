@@ -7,7 +7,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from shiftbook.ledger.fencing import GrantChecker
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.scheduler.channels import Work
-from shiftbook.scheduler.errors import WorkerError, first_line
+from shiftbook.scheduler.errors import WorkerError
 from shiftbook.scheduler.slots import Activity, Presence, lock_directory, pin
 from shiftbook.scheduler.workers.component import (
     Answer,
@@ -27,14 +28,13 @@ from shiftbook.scheduler.workers.component import (
     Parcel,
 )
 from shiftbook.scheduler.workers.feed import Feed
-from shiftbook.scheduler.workers.line import Address, Line
+from shiftbook.scheduler.workers.line import Line, line_of
 
 IDLE_WAIT_S = 0.25
 TURN_WAIT_S = (0.002, 0.02)
 """Shortest and longest pause before a worker asks again for a device that another component
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
-FIND_LIMIT_S = 10.0
 WATCH_S = 5.0
 LEDGER_LIMIT_S = 2.0
 """How long a check of a grant waits for a ledger that is out of reach."""
@@ -93,6 +93,8 @@ class WorkerHost:
         """Layout before the one that is being prepared; undo goes back to it."""
         self._operation: str | None = None
         self._mutex = threading.RLock()
+        self._starting = False
+        """True while the component is made, which may take minutes."""
         self._running = threading.Event()
         self._paused = threading.Event()
         self._paused.set()
@@ -167,7 +169,7 @@ class WorkerHost:
 
     def attach(self, assignment: Assignment) -> dict[str, Any]:
         """Serve a job. Changes nothing that a job owns: refused while another's state is here."""
-        with self._mutex:
+        with self._mutex, self._starts():
             current = self.assignment
             if current == assignment and self._component is not None:
                 return self.status()
@@ -195,7 +197,7 @@ class WorkerHost:
             locks = lock_directory(assignment.ledger_url)
             device = self.spec.device
             self._presence = None if device is None else Presence(locks, device)
-            find = _line_of(assignment.loop_name)
+            find = line_of(assignment.loop_name)
             # One caller each: a take is held open while there is no work.
             self._loop, self._taking, self._delivering = Line(find), Line(find), Line(find)
             self._component = load_path(self.spec.factory)(self.spec, assignment.config)
@@ -294,6 +296,12 @@ class WorkerHost:
 
     def call(self, grant: Grant | None, method: str, arguments: dict[str, Any]) -> Any:
         """A method of the component's own (a trainer's update, an engine's sync)."""
+        if self._starting:
+            # Whoever calls has others to look after, and a start may take minutes.
+            raise WorkerError(
+                f"{self.spec.replica}: expected an active replica for {method}, found one that "
+                "starts; bring it up first"
+            )
         with self._mutex:
             self._check(grant, "load_weights" if method == "sync" else "call")
             if self._state != "active":
@@ -304,6 +312,14 @@ class WorkerHost:
             return self._between_units(lambda: self._held().call(method, arguments))
 
     # ---- inside --------------------------------------------------------------------------
+
+    @contextmanager
+    def _starts(self) -> Iterator[None]:
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
 
     def _check(self, grant: Grant | None, method: str) -> str:
         if self.assignment is None:
@@ -477,22 +493,3 @@ class WorkerHost:
                 self._first_unit_s = begin_s
                 self._worked.set()
             feed.answer(answers)
-
-
-def _line_of(loop_name: str) -> Callable[[], Address]:
-    """Finds the line of a job's loop, whichever process serves it now."""
-
-    def find() -> Address:
-        import ray
-
-        from shiftbook.scheduler.cluster import NAMESPACE
-
-        try:
-            loop = ray.get_actor(loop_name, namespace=NAMESPACE)
-            address: Any = ray.get(loop.line.remote(), timeout=FIND_LIMIT_S)
-        except (ray.exceptions.RayError, ValueError) as error:
-            raise ConnectionError(f"no loop {loop_name}: {first_line(error)}") from error
-        assert isinstance(address, Address)
-        return address
-
-    return find
