@@ -272,6 +272,14 @@ def changes_on_device(base: Place, new: Place) -> Found | None:
     return Found(positions, old, fresh, sum_block(new.bits.reshape(1, -1), start))
 
 
+def host_copy(tensor: Any) -> HostPlace:
+    """A copy in host memory that can be written."""
+    place = place_of(tensor)
+    if isinstance(place, HostPlace):
+        return place.copy()
+    return HostPlace(place.dtype, place.shape, place.read().copy())
+
+
 def check_writable(name: str, place: Place) -> None:
     """Raise PatchRefused when a write would not reach the tensor."""
     why = place.why_read_only()
