@@ -274,7 +274,8 @@ def check_declared(
 
 
 def check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
-    """Raise BundleError for a part without tensors, or given twice, or with another name."""
+    """Raise BundleError for a part without tensors, or given twice, or with another name, and for
+    what is no torch tensor: distributed checkpoints would keep it as a pickle."""
     for name in [*parts, *external]:
         if not _PART_NAME.match(name):
             raise BundleError(
@@ -288,6 +289,13 @@ def check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
                 f"part {name}: expected at least one tensor, found none; leave the part out",
                 part=name,
             )
+        for tensor, value in members.items():
+            if not isinstance(value, Tensor):
+                raise BundleError(
+                    f"part {name}: tensor {tensor}: expected a torch tensor, found "
+                    f"{type(value).__name__}; convert it (torch.as_tensor)",
+                    part=name,
+                )
 
 
 def disk_error(error: BaseException | None) -> OSError | None:

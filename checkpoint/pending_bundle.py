@@ -16,7 +16,13 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from shiftbook.checkpoint.bundle import NOT_BEGUN, Parts, bundle_fields, write_bundle
+from shiftbook.checkpoint.bundle import (
+    NOT_BEGUN,
+    Parts,
+    bundle_fields,
+    check_part_names,
+    write_bundle,
+)
 from shiftbook.checkpoint.errors import BundleError
 from shiftbook.checkpoint.failed_saves import SaveUnderWay, tell_failed
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
@@ -86,6 +92,7 @@ def save_bundle_async(
     """
     tell_failed(NOT_BEGUN)
     checked = bundle_fields(fields)
+    check_part_names(parts, how.get("external") or {})
     live = {part: fingerprint_tensors(members) for part, members in parts.items()}
     copied = {part: _copied(members) for part, members in parts.items()}
     future: Future[SavedBundle] = Future()
