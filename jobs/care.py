@@ -55,11 +55,15 @@ class Care:
         self._mending = threading.Lock()
         """Held while processes that died are brought up again."""
         self._leaving = threading.Event()
+        self._look = threading.Event()
+        self._unrepaired: list[str] = []
+        """Replicas whose processes died, until that is mended."""
         self._left = False
 
     def start(self) -> None:
         """Watch, in threads of its own."""
         threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._mend, daemon=True).start()
         threading.Thread(target=self._notice_ended_moves, daemon=True).start()
 
     def leave(self) -> None:
@@ -190,15 +194,11 @@ class Care:
                 self._way.end_move(moving, job.topology, {}, known.status == "committed")
 
     def _watch(self) -> None:
-        """Learn at once when a worker's process dies, and repair when no move is under way."""
+        """Learn at once when a worker's process dies; repairing takes longer, and is another's."""
         import ray
 
         watches = {self._fleet.send(r, "watch"): r for r in self._fleet.hosts}
-        unrepaired: list[str] = []
         while not self._done.is_set():
-            for replica in list(unrepaired):
-                if self._repaired(replica):
-                    unrepaired.remove(replica)
             ready, _ = ray.wait(list(watches), num_returns=1, timeout=WATCH_S)
             for future in ready:
                 replica = watches.pop(future)
@@ -207,14 +207,24 @@ class Care:
                 except ray.exceptions.RayError as error:
                     if not self._done.is_set() and self._training.is_set():
                         self._lost(replica, first_line(error))
-                        unrepaired.append(replica)
+                        self._unrepaired.append(replica)
+                        self._look.set()
                 if self._done.is_set():
                     return
                 watches[self._fleet.send(replica, "watch")] = replica
 
+    def _mend(self) -> None:
+        """Repair what was lost, when no move is under way."""
+        while not self._done.is_set():
+            self._look.wait(WATCH_S)
+            self._look.clear()
+            for replica in list(self._unrepaired):
+                if self._repaired(replica):
+                    self._unrepaired.remove(replica)
+
     def _lost(self, replica: str, cause: str) -> None:
         component = self._fleet.hosts[replica].component
-        self._syncer.absent.add(replica)
+        self._syncer.absent.add(replica)  # until it is repaired
         successor = self._successor(replica)
         owed = self._desk.lose(component, replica, successor)
         try:

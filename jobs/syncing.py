@@ -64,7 +64,7 @@ class Syncer:
         self._job, self._grant, self._way = job, grant, way
         self._count = 0
         self._held_back: set[str] = set()
-        """Replicas that refused the last version, and are handed no work."""
+        """Replicas that did not take the last version, and are handed no work."""
         self.absent: set[str] = set()
         """Replicas whose processes died and were not brought up again: no sync waits for them."""
         self.alone = threading.RLock()
@@ -189,7 +189,8 @@ class Syncer:
                     exchange.feed(outcome.target)
             refused = [o for o in outcomes if o.outcome == "failed"]
             left = [o.target for o in refused]
-            self._held_back = self._held_back.union(left).difference(served)
+            lost = [o.target for o in outcomes if o.outcome == "lost"]
+            self._held_back = self._held_back.union(left, lost).difference(served)
             reasons = [f"{o.target}: {o.reason}" for o in refused]
             if not left:
                 break

@@ -129,10 +129,12 @@ class Supervisor:
         return there
 
     def _strangers(self, statuses: Mapping[str, dict[str, Any]]) -> list[str]:
-        """Replicas whose processes serve another job, or none."""
+        """Replicas whose processes serve another job, or none, or are not ready to."""
         mine = (self.assignment.job, self.assignment.ledger_url)
         return [
-            r for r, status in statuses.items() if (status["job"], status["ledger_url"]) != mine
+            replica
+            for replica, status in statuses.items()
+            if (status["job"], status["ledger_url"]) != mine or not status["ready"]
         ]
 
     def living(self, leaving: Callable[[], bool] = lambda: False) -> dict[str, dict[str, Any]]:

@@ -7,8 +7,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,6 +123,7 @@ class WorkerHost:
             "pid": os.getpid(),
             "job": self.assignment.job if self.assignment else None,
             "ledger_url": self.assignment.ledger_url if self.assignment else None,
+            "ready": component is not None and not self._starting,
             "state": self._state,
             "prepared": self._prepared,
             "operation": self._operation,
@@ -169,7 +169,7 @@ class WorkerHost:
 
     def attach(self, assignment: Assignment) -> dict[str, Any]:
         """Serve a job. Changes nothing that a job owns: refused while another's state is here."""
-        with self._mutex, self._starts():
+        with self._mutex:
             current = self.assignment
             if current == assignment and self._component is not None:
                 return self.status()
@@ -179,38 +179,11 @@ class WorkerHost:
                     f"{self._state} for {current.job if current else 'nobody'}; "
                     "drop its state first"
                 )
-            if self._feed is not None:
-                self._feed.end()
-            if self._component is not None:
-                self._component.close()
-            self.assignment = assignment
-            self._checker = GrantChecker(
-                lambda: Ledger.open(
-                    assignment.ledger_url,
-                    create=False,
-                    read_only=True,
-                    lock_timeout_s=LEDGER_LIMIT_S,
-                ),
-                assignment.job,
-                () if self.spec.device is None else (self.spec.device,),
-            )
-            locks = lock_directory(assignment.ledger_url)
-            device = self.spec.device
-            self._presence = None if device is None else Presence(locks, device)
-            find = line_of(assignment.loop_name)
-            # One caller each: a take is held open while there is no work.
-            self._loop, self._taking, self._delivering = Line(find), Line(find), Line(find)
-            self._component = load_path(self.spec.factory)(self.spec, assignment.config)
-            urgent = self._component.urgent
-            self._activity = None if device is None else Activity(locks, device, urgent=urgent)
-            self._feed = Feed(
-                self._take,
-                self._deliver,
-                self._room,
-                self._hungry,
-                self._component.linger_s,
-                self._wake,
-            )
+            self._starting = True
+            try:
+                self._serve(assignment)
+            finally:
+                self._starting = False
             return self.status()
 
     # ---- what needs a grant --------------------------------------------------------------
@@ -313,13 +286,40 @@ class WorkerHost:
 
     # ---- inside --------------------------------------------------------------------------
 
-    @contextmanager
-    def _starts(self) -> Iterator[None]:
-        self._starting = True
-        try:
-            yield
-        finally:
-            self._starting = False
+    def _serve(self, assignment: Assignment) -> None:
+        """Make the component of a job, and its lines."""
+        if self._feed is not None:
+            self._feed.end()
+        if self._component is not None:
+            self._component.close()
+        self.assignment = assignment
+        self._checker = GrantChecker(
+            lambda: Ledger.open(
+                assignment.ledger_url,
+                create=False,
+                read_only=True,
+                lock_timeout_s=LEDGER_LIMIT_S,
+            ),
+            assignment.job,
+            () if self.spec.device is None else (self.spec.device,),
+        )
+        locks = lock_directory(assignment.ledger_url)
+        device = self.spec.device
+        self._presence = None if device is None else Presence(locks, device)
+        find = line_of(assignment.loop_name)
+        # One caller each: a take is held open while there is no work.
+        self._loop, self._taking, self._delivering = Line(find), Line(find), Line(find)
+        self._component = load_path(self.spec.factory)(self.spec, assignment.config)
+        urgent = self._component.urgent
+        self._activity = None if device is None else Activity(locks, device, urgent=urgent)
+        self._feed = Feed(
+            self._take,
+            self._deliver,
+            self._room,
+            self._hungry,
+            self._component.linger_s,
+            self._wake,
+        )
 
     def _check(self, grant: Grant | None, method: str) -> str:
         if self.assignment is None:
