@@ -6,8 +6,9 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from shiftbook.checkpoint.compare import root
 from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed
+from shiftbook.checkpoint.failed_saves import tell_failed
 from shiftbook.checkpoint.manifest import (
     INDEX_FILE,
     MANIFEST_NAME,
@@ -56,6 +58,7 @@ __all__ = [
 ]
 
 Parts = Mapping[str, Mapping[str, Tensor]]
+NOT_BEGUN = "this save has not begun: see to the cause, then save again"
 _THREADS = 4  # they wait for the disk or hash without the interpreter lock
 _PART_NAME = re.compile(r"^[A-Za-z0-9_.-]+$")
 
@@ -77,8 +80,23 @@ def save_bundle(
     or added, by accident. Fingerprints are taken from the tensors as they are during the call, not
     from the files. The caller is the only
     process that saves this state. Raises BundleWriteFailed when the disk refuses; then nothing
-    of the bundle is left and earlier ones stand.
+    of the bundle is left and earlier ones stand. Raises EarlierSaveFailed, and saves nothing, where
+    a save in the background failed and nobody asked for its result.
     """
+    tell_failed(NOT_BEGUN)
+    return write_bundle(root_dir, fields, parts, kinds=kinds, external=external, declared=declared)
+
+
+def write_bundle(
+    root_dir: str | os.PathLike[str],
+    fields: BundleFields | Mapping[str, Any],
+    parts: Parts,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    external: Mapping[str, PartRecord] | None = None,
+    declared: Collection[str] | None = None,
+) -> SavedBundle:
+    """`save_bundle`, without a word about earlier saves."""
     checked = bundle_fields(fields)
     shared = dict(external or {})
     check_part_names(parts, shared)
@@ -141,6 +159,21 @@ def _write(
     return complete_folder(folder, fields, records, kinds, external, index)
 
 
+@contextmanager
+def _pool() -> Iterator[ThreadPool]:
+    """Threads for a block, all of them ended after it.
+
+    Not those of concurrent.futures: they take no work once the interpreter begins to end, and a
+    save in the background may go on then.
+    """
+    pool = ThreadPool(_THREADS)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        pool.join()
+
+
 def complete_folder(
     folder: Path,
     fields: BundleFields,
@@ -154,22 +187,25 @@ def complete_folder(
     parts = records
     ranges = {part: _ranges(index, part) for part in parts}
     written = sorted(state_folder.iterdir())
-    with ThreadPoolExecutor(_THREADS) as pool:  # the disk syncs while the bytes are hashed
-        synced = [pool.submit(sync_path, file) for file in written]
-        digests = {part: pool.submit(sha256_ranges, folder, r) for part, r in ranges.items()}
+    with _pool() as pool:  # the disk syncs while the bytes are hashed
+        synced = [pool.apply_async(sync_path, (file,)) for file in written]
+        digests = {
+            part: pool.apply_async(sha256_ranges, (folder, pieces))
+            for part, pieces in ranges.items()
+        }
         described = {
             part: PartRecord(
                 kind=kinds.get(part, part),
                 ranges=ranges[part],
-                sha256=digests[part].result(),
+                sha256=digests[part].get(),
                 bytes=sum(piece.bytes for piece in ranges[part]),
                 tensors=records[part],
             )
             for part in parts
         }
         files = {f"{STATE_FOLDER}/{file.name}": _file_record(file) for file in written}
-        for future in synced:
-            future.result()
+        for each in synced:
+            each.get()
     manifest = _manifest(fields, files, {**described, **external})
     sync_path(state_folder)
     with (folder / MANIFEST_NAME).open("wb") as stream:
@@ -238,7 +274,8 @@ def check_declared(
 
 
 def check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
-    """Raise BundleError for a part without tensors, or given twice, or with another name."""
+    """Raise BundleError for a part without tensors, or given twice, or with another name, and for
+    what is no torch tensor: distributed checkpoints would keep it as a pickle."""
     for name in [*parts, *external]:
         if not _PART_NAME.match(name):
             raise BundleError(
@@ -252,6 +289,13 @@ def check_part_names(parts: Parts, external: Mapping[str, PartRecord]) -> None:
                 f"part {name}: expected at least one tensor, found none; leave the part out",
                 part=name,
             )
+        for tensor, value in members.items():
+            if not isinstance(value, Tensor):
+                raise BundleError(
+                    f"part {name}: tensor {tensor}: expected a torch tensor, found "
+                    f"{type(value).__name__}; convert it (torch.as_tensor)",
+                    part=name,
+                )
 
 
 def disk_error(error: BaseException | None) -> OSError | None:

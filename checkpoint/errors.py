@@ -16,7 +16,8 @@ ShiftbookError
     │   ├── PartMissing
     │   ├── PartDamaged
     │   ├── PartMismatch
-    │   └── BundleWriteFailed
+    │   ├── BundleWriteFailed
+    │   └── EarlierSaveFailed
     ├── SamplerStateError
     ├── LoaderWorkerLost
     ├── RandomStreamError
@@ -109,6 +110,10 @@ class PartMismatch(BundleError):
 
 class BundleWriteFailed(BundleError):
     """The disk refused the bundle; nothing of it was left behind."""
+
+
+class EarlierSaveFailed(BundleError):
+    """A save in the background failed and nobody asked for its result; `__cause__` is its error."""
 
 
 class SamplerStateError(CheckpointError):

@@ -6,7 +6,7 @@ A patch names its base by version and fingerprints and is refused elsewhere (`pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -79,10 +79,17 @@ def encode_patch(
     `new` when they were coded, the loss is in `new` already: nothing more is lost, and such a
     tensor is coded as its steps where that is shorter. Raises PatchUnencodable.
     """
+    _check_asked(nan, version, base_version)
     bases = {name: place_of(tensor) for name, tensor in base.items()}
     news = {name: place_of(tensor) for name, tensor in new.items()}
     _same_tensors(bases, news)
     before = base_fingerprints or fingerprints_of(base, threads)
+    if unknown := sorted(bases.keys() - before.keys()):
+        raise PatchUnencodable(
+            f"expected the fingerprint of every tensor of the base, found none of {unknown[:5]}; "
+            "give those of all, or none",
+            tensor=unknown[0],
+        )
     records: dict[str, Fields] = {}
     payload: dict[str, list[bytes]] = {}
     for name, (fields, stored), result in _differences(bases, news, before, nan, threads):
@@ -102,6 +109,19 @@ def encode_patch(
     return write_patch(version, (base_version, base_root), records, payload, lossy)
 
 
+def _check_asked(nan: str, *versions: int) -> None:
+    """Raise PatchUnencodable for a rule that is none, and for versions that no reader takes."""
+    if nan not in get_args(NaN):
+        raise PatchUnencodable(
+            f'expected nan="refuse" or nan="carry", found {nan!r}; say what becomes of NaNs'
+        )
+    for version in versions:
+        if not isinstance(version, int) or version < 0:
+            raise PatchUnencodable(
+                f"expected versions that are whole numbers from 0 on, found {version!r}"
+            )
+
+
 def _length(encoded: Encoded) -> int:
     return sum(map(len, encoded[1]))
 
@@ -112,6 +132,7 @@ def encode_anchor(
     """A patch that holds everything and needs no base. Raises PatchUnencodable."""
     if not tensors:
         raise PatchUnencodable("expected tensors, found none; name what the anchor should hold")
+    _check_asked(nan, version)
     results = fingerprints_of(tensors, threads)
     units = {name: place_of(tensor) for name, tensor in tensors.items()}
     return _write_anchor(units, results, version, nan)

@@ -66,7 +66,7 @@ def apply_patch(
     _check_belongs(header, places, version, accept_error)
     for name, place in places.items():
         check_writable(name, place)
-    _check_aliases(header, places)
+    check_aliases(header, places)
     if patch.anchor:
         _apply_anchor(patch, places)
     else:
@@ -189,7 +189,8 @@ def _check_belongs(
         )
 
 
-def _check_aliases(header: Header, places: Mapping[str, Place]) -> None:
+def check_aliases(header: Header, places: Mapping[str, Place]) -> None:
+    """Raise PatchRefused where names that are one tensor here would get several contents."""
     seen: dict[tuple[Any, ...], str] = {}
     for name, place in places.items():
         key = place.key()

@@ -47,7 +47,7 @@ class HostPlace:
     ) -> None:
         self.dtype = dtype
         self.shape = shape
-        self.obstacle = obstacle or _overlap(units.shape, units.strides)
+        self.obstacle = obstacle or shared_elements(units.shape, units.strides)
         self.count = int(units.size)
         self.address = int(units.__array_interface__["data"][0])
         self.fits = units.flags.c_contiguous and self.address % 4 == 0
@@ -61,7 +61,7 @@ class HostPlace:
         place.dtype = dtype
         place.shape = tuple(tensor.shape)
         contiguous = tensor.is_contiguous()
-        place.obstacle = None if contiguous else _overlap(place.shape, tensor.stride())
+        place.obstacle = None if contiguous else shared_elements(place.shape, tensor.stride())
         place.count = tensor.numel()
         place.address = tensor.data_ptr()
         place.fits = place.address % 4 == 0 and contiguous
@@ -223,7 +223,7 @@ def _names_of_torch() -> dict[Any, str]:
     return {kind: name for kind, name in kinds.items() if isinstance(kind, torch.dtype)}
 
 
-def _overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+def shared_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
     """Why what is written to one element may change another, as in an expanded tensor; or None.
 
     Each step must lead past all that the smaller ones reach. That refuses a few layouts that
@@ -270,6 +270,14 @@ def changes_on_device(base: Place, new: Place) -> Found | None:
 
     start = np.zeros(1, dtype=np.uint64)
     return Found(positions, old, fresh, sum_block(new.bits.reshape(1, -1), start))
+
+
+def host_copy(tensor: Any) -> HostPlace:
+    """A copy in host memory that can be written."""
+    place = place_of(tensor)
+    if isinstance(place, HostPlace):
+        return place.copy()
+    return HostPlace(place.dtype, place.shape, place.read().copy())
 
 
 def check_writable(name: str, place: Place) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shiftbook.checkpoint.errors import PatchRefused
+from shiftbook.checkpoint.errors import PatchRefused, PatchUnencodable
 from shiftbook.checkpoint.patch import NaN, apply_patch, encode_anchor, encode_patch
 from shiftbook.checkpoint.patch_codec import (
     Changes,
@@ -22,7 +22,7 @@ from shiftbook.checkpoint.patch_format import (
     read_patch,
     write_patch,
 )
-from shiftbook.checkpoint.patch_places import HostPlace, place_of
+from shiftbook.checkpoint.patch_places import HostPlace, host_copy
 
 ANCHOR_EVERY = 16
 
@@ -66,10 +66,18 @@ class PatchSender:
         self._since_anchor = self._anchor_every
 
     def next(self, tensors: Mapping[str, Any], *, version: int) -> bytes:
-        """The next message: an anchor at first, every `anchor_every` versions and when refused."""
+        """The next message: an anchor at first, every `anchor_every` versions and when refused.
+
+        Raises PatchUnencodable; the series then stands where it stood.
+        """
+        if self._version is not None and version <= self._version:
+            raise PatchUnencodable(
+                f"expected a version after {self._version}, which was sent, found {version}; a "
+                "series only goes up: begin another one"
+            )
         if self._version is None or self._since_anchor + 1 >= self._anchor_every:
             data = encode_anchor(tensors, version=version, nan=self._nan, threads=self._threads)
-            self._sent = {name: _kept(tensor) for name, tensor in tensors.items()}
+            self._sent = {name: host_copy(tensor) for name, tensor in tensors.items()}
             self._fingerprints = read_patch(data).header.result_fingerprints
             self._since_anchor = 0
         else:
@@ -142,11 +150,3 @@ def compose(first: Patch | bytes, second: Patch | bytes) -> bytes:
     if one.base_version is not None and one.header.base_root is not None:
         base = (one.base_version, one.header.base_root)
     return write_patch(two.version, base, records, payload)
-
-
-def _kept(tensor: Any) -> HostPlace:
-    place = place_of(tensor)
-    if isinstance(place, HostPlace):
-        return place.copy()
-    units = place.read()
-    return HostPlace(place.dtype, place.shape, units.copy())

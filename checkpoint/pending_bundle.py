@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,8 +16,15 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-from shiftbook.checkpoint.bundle import Parts, bundle_fields, save_bundle
+from shiftbook.checkpoint.bundle import (
+    NOT_BEGUN,
+    Parts,
+    bundle_fields,
+    check_part_names,
+    write_bundle,
+)
 from shiftbook.checkpoint.errors import BundleError
+from shiftbook.checkpoint.failed_saves import SaveUnderWay, tell_failed
 from shiftbook.checkpoint.fingerprint import fingerprint_tensors
 from shiftbook.checkpoint.group_agreement import on_all
 from shiftbook.checkpoint.manifest import BundleFields
@@ -24,10 +34,23 @@ from shiftbook.checkpoint.shelf import SavedBundle
 
 
 class PendingBundle:
-    """A bundle under way. It exists when `result` returns, not before."""
+    """A bundle under way. It exists when `result` returns, not before.
 
-    def __init__(self, future: Future[SavedBundle]) -> None:
+    Where the save fails and nobody asks for its result, the next save, `Recorder.close` or the end
+    of the interpreter raises EarlierSaveFailed.
+    """
+
+    def __init__(self, future: Future[SavedBundle], root_dir: Path, fields: BundleFields) -> None:
         self._future = future
+        self.root_dir = root_dir
+        """The shelf on which it will stand."""
+        self.fields = fields
+        """What was said of the state."""
+        self.save_s: float | None = None
+        """From the call until it ended."""
+        self._began_s = time.monotonic()
+        self._save = SaveUnderWay(f"the save of iteration {fields.iteration} into {root_dir}")
+        future.add_done_callback(self._ended)
 
     @property
     def done(self) -> bool:
@@ -36,7 +59,21 @@ class PendingBundle:
 
     def result(self, timeout_s: float | None = None) -> SavedBundle:
         """Wait for the bundle. Raises what the save raised, TimeoutError while it goes on."""
-        return self._future.result(timeout_s)
+        try:
+            return self._future.result(timeout_s)
+        except BaseException as error:  # its own, or that the wait was too long or interrupted
+            if self._future.done() and self._future.exception() is error:
+                self._save.heard()
+            raise
+
+    def failure(self, timeout_s: float | None = None) -> BaseException | None:
+        """What the save raised, or None; waits as `result` does. Whoever only looks has not been
+        told: the failure is still raised later."""
+        return self._future.exception(timeout_s)
+
+    def _ended(self, future: Future[SavedBundle]) -> None:
+        self.save_s = time.monotonic() - self._began_s
+        self._save.ended(future.exception())
 
 
 def save_bundle_async(
@@ -50,24 +87,29 @@ def save_bundle_async(
     The tensors may change as soon as it returns. The fingerprints are those of the live tensors at
     the call, and the copy must have them: a copy that something wrote into meanwhile is no state,
     and its save fails. Holds one copy of the state in host memory until it is written. The process
-    does not end before that. Raises BundleError at once for unfit fields.
+    does not end before that. Raises at once BundleError for unfit fields, and EarlierSaveFailed
+    where a save before failed and nobody asked for its result.
     """
+    tell_failed(NOT_BEGUN)
     checked = bundle_fields(fields)
+    check_part_names(parts, how.get("external") or {})
     live = {part: fingerprint_tensors(members) for part, members in parts.items()}
     copied = {part: _copied(members) for part, members in parts.items()}
     future: Future[SavedBundle] = Future()
+    pending = PendingBundle(future, Path(root_dir), checked)
 
     def save() -> None:
         try:
-            for part, members in copied.items():
-                if fingerprint_tensors(members) != live[part]:
-                    raise _torn(part)
-            future.set_result(save_bundle(root_dir, checked, copied, **how))
+            _check_whole(copied, live)
+            saved = write_bundle(root_dir, checked, copied, **how)
         except BaseException as error:
+            copied.clear()
             future.set_exception(error)
+        else:
+            future.set_result(saved)
 
     Thread(target=save, name="bundle-save", daemon=False).start()
-    return PendingBundle(future)
+    return pending
 
 
 def save_sharded_async(
@@ -86,6 +128,7 @@ def save_sharded_async(
     it meets no collective of training; saves of one group are written one after the other. Each
     process waits for its `result` before it leaves the group.
     """
+    on_all(partial(tell_failed, NOT_BEGUN), group)
     described = describe(fields, parts, group=group, **how)
     copied: dict[str, dict[str, Tensor]] = {}
 
@@ -104,7 +147,14 @@ def save_sharded_async(
         on_all(check, writer.group)
         return write_described(root_dir, described, copied, writer.group)
 
-    return PendingBundle(writer.thread.submit(save))
+    def lightly() -> SavedBundle:
+        try:
+            return save()
+        except BaseException:
+            copied.clear()  # the error may be kept for long
+            raise
+
+    return PendingBundle(writer.thread.submit(lightly), Path(root_dir), described.fields)
 
 
 @dataclass(frozen=True)
@@ -133,6 +183,14 @@ def _writer_of(group: dist.ProcessGroup | None) -> _Writer:
             own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             _writers[training] = _Writer(own, ThreadPoolExecutor(1, "bundle-save"))
         return _writers[training]
+
+
+def _check_whole(
+    copied: Mapping[str, Mapping[str, Tensor]], live: Mapping[str, Mapping[str, str]]
+) -> None:
+    for part, members in copied.items():
+        if fingerprint_tensors(members) != live[part]:
+            raise _torn(part)
 
 
 def _torn(part: str) -> BundleError:

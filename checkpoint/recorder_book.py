@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
+from shiftbook.checkpoint.failed_saves import tell_failed
 from shiftbook.checkpoint.recorder_leftovers import spool_writer
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import LedgerUnreachable
@@ -39,7 +40,21 @@ class Held:
     occurred_ns: int = 0
 
 
-def _whole(entry: Held, now_ns: int) -> Held:
+class HeldSave(Protocol):
+    """A save in the background, at the place among the events where its record belongs."""
+
+    @property
+    def done(self) -> bool:
+        """True when `held` returns at once."""
+
+    def held(self) -> Held | None:
+        """The record of the bundle; None where the save failed. Waits for its end."""
+
+    def close(self) -> None:
+        """Its record, if there is one, is with the ledger or the spool."""
+
+
+def whole(entry: Held, now_ns: int) -> Held:
     """What is held back of one event, with everything about it that could be refused looked at."""
     event, apart = set_apart(entry.event)
     rows = apart if entry.rows is None else entry.rows
@@ -73,7 +88,9 @@ class Book:
             evidence=writable_place(evidence or ledger),
         )
         self._spool = spool
-        self._pending: list[Held] = []
+        self._pending: list[Held | HeldSave] = []
+        self._saved: list[HeldSave] = []
+        """Saves that ended, whose records are on their way."""
         self._batches: deque[tuple[str, list[Draft]]] = deque()
         """Batches on their way: each keeps its key until the ledger or the spool has it."""
         self._key = f"recorder:{attempt}:{secrets.token_hex(4)}"
@@ -99,30 +116,62 @@ class Book:
         InvalidEvent and EvidenceError for it, and otherwise as ``flush`` does.
         """
         now_ns = time.time_ns()
-        made = [_whole(entry, now_ns) for entry in entries]
+        made = [whole(entry, now_ns) for entry in entries]
         if self._pending and len(self._pending) + len(made) > MAX_BUFFERED:
             self.flush()
+            if len(self._pending) + len(made) > MAX_BUFFERED:  # a save holds them up
+                self._flush_all()
         self._pending += made
 
     def flush(self) -> bool:
-        """Append what is held back; False where it was spooled to local disk instead.
+        """Append what is held back; False where some of it is not in the ledger yet.
 
-        That is where the ledger, or the store of evidence, is out of reach. Where this raises,
-        nothing is lost: the next call tries again, in the same order, and a batch that had reached
-        the ledger all the same stands in it once.
+        That is where the ledger, or the store of evidence, is out of reach, and it was spooled to
+        local disk instead; and where it comes after a save that goes on in the background, whose
+        record has its place before it. Where this raises, nothing is lost: the next call tries
+        again, in the same order, and a batch that had reached the ledger all the same stands in it
+        once.
         """
-        if self._pending:
-            drafts = self._drafts(self._pending)
+        ready: list[Held] = []
+        ended: list[HeldSave] = []
+        looked_at = 0
+        for entry in self._pending:
+            made: Held | None
+            if isinstance(entry, Held):
+                made = entry
+            elif entry.done:
+                made = entry.held()
+                ended.append(entry)
+            else:
+                break
+            looked_at += 1
+            if made is not None:
+                ready.append(made)
+        if ready:
+            drafts = self._drafts(ready)
             for first in range(0, len(drafts), MAX_BUFFERED):
                 self._batched += 1
                 batch = drafts[first : first + MAX_BUFFERED]
                 self._batches.append((f"{self._key}:{self._batched}", batch))
-            self._pending = []
+        del self._pending[:looked_at]
+        self._saved += ended
         while self._batches:
             key, drafts = self._batches[0]
             self._writer.record(self.job, drafts, key)
             self._batches.popleft()
-        return self._writer.waiting == 0
+        while self._saved:
+            self._saved.pop().close()
+        return self._writer.waiting == 0 and not self._pending
+
+    def _flush_all(self) -> None:
+        """Append all that is held back; waits for the saves that hold some of it up."""
+        while True:
+            self.flush()
+            if not self._pending:
+                return
+            first = self._pending[0]
+            assert not isinstance(first, Held)
+            first.held()
 
     def _drafts(self, entries: Sequence[Held]) -> list[Draft]:
         """Write the segments of what is held back; its events with their segments."""
@@ -168,7 +217,7 @@ class Book:
 
     def _drained(self) -> None:
         """Have all that was recorded in the ledger; raise LedgerUnreachable where some waits."""
-        self.flush()
+        self._flush_all()
         left = self._writer.drain()
         if left.waiting:
             raise LedgerUnreachable(
@@ -179,11 +228,16 @@ class Book:
     def close(self) -> None:
         """Append what is held back and end this handle; the job stays as it is.
 
-        What an outage still keeps from the ledger stays spooled, for the next attempt or for
-        ``shiftbook recover``.
+        Waits for saves that it was told of. What an outage still keeps from the ledger stays
+        spooled, for the next attempt or for ``shiftbook recover``. Raises EarlierSaveFailed, when
+        all else is done, where a save in the background failed and nobody asked for its result.
         """
+        self._end()
+        tell_failed("the recorder is closed, and its ledger has no record of that bundle")
+
+    def _end(self) -> None:
         try:
-            self.flush()
+            self._flush_all()
             if self._writer.waiting:
                 self._writer.drain()
         finally:
@@ -200,4 +254,7 @@ class Book:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self._end()  # what broke the block is what has to be seen

@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from shiftbook.checkpoint.recorder_leftovers import spool_writer
+from shiftbook.checkpoint.shelf import SavedBundle, list_bundles
 from shiftbook.ledger.durable import sync_path
 from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.events.state import CheckpointSaved
@@ -54,10 +55,39 @@ def append_save(
         saved = _read(file)
         if saved is not None:
             event, occurred_ns = saved
+            event = _on_shelf(event, bundle) or event
             new = event.bundle == bundle and event.bundle not in known.bundles
             if new and event.attempt == known.attempt:
                 _append(ledger, job, evidence, event, occurred_ns)
         file.unlink(missing_ok=True)
+
+
+def of_bundle(event: CheckpointSaved, saved: SavedBundle, save_s: float) -> CheckpointSaved:
+    """The record of a save, which named a shelf, now that the bundle stands on it."""
+    found = {
+        "bundle": saved.bundle_id,
+        "path": str(saved.path.resolve()),
+        "bytes": saved.manifest.bytes,
+        "save_s": save_s,
+    }
+    return CheckpointSaved.model_validate(event.model_dump() | found)
+
+
+def _on_shelf(event: CheckpointSaved, bundle: str | None) -> CheckpointSaved | None:
+    """The record of a save that went on in the background, where this very bundle came of it."""
+    if bundle is None or not Path(event.path).is_dir():
+        return None
+    with contextlib.suppress(OSError):
+        for saved in reversed(list_bundles(event.path)):
+            held = saved.manifest
+            said = (event.attempt, event.iteration, event.policy_version)
+            if saved.bundle_id == bundle and said == (
+                held.attempt,
+                held.iteration,
+                held.policy_version,
+            ):
+                return of_bundle(event, saved, 0.0)
+    return None
 
 
 def _left(folder: Path, attempts: Iterable[str]) -> Iterable[Path]:
@@ -81,7 +111,7 @@ def _append(
     ledger: Ledger, job: str, evidence: WritablePlace, event: CheckpointSaved, occurred_ns: int
 ) -> None:
     path = Path(event.path)
-    size = path.stat().st_size if path.is_file() else 0
+    size = path.stat().st_size if path.is_file() else event.bytes
     whole, rows = set_apart(event.model_copy(update={"bytes": size}))
     if rows is not None:
         whole = whole.model_copy(update={"segment": write_segments(evidence, [rows])[0]})

@@ -11,9 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
-from shiftbook.checkpoint.errors import PartMismatch, PartMissing
+from shiftbook.checkpoint.errors import BundleError, PartMismatch, PartMissing
 from shiftbook.checkpoint.manifest import BundleManifest
 
 RestoreKind = Literal["resume", "warm-start", "transfer"]
@@ -31,9 +31,14 @@ def plan_restore(
     """The names to load, by part, into `places` by part and name.
 
     `expected_missing` lists what the model has and the bundle has not, as PART or PART/NAME: just
-    that, no more and no less; a resume has none. Raises PartMissing for a part that is absent, and
-    PartMismatch for tensors that are missing, extra, or of another dtype or shape.
+    that, no more and no less; a resume has none. Raises BundleError for another kind, PartMissing
+    for a part that is absent, and PartMismatch for tensors that are missing, extra, or of another
+    dtype or shape.
     """
+    if kind not in get_args(RestoreKind):
+        raise BundleError(
+            f"expected a restore among {', '.join(get_args(RestoreKind))}, found {kind!r}"
+        )
     expected = set(expected_missing)
     if kind == "resume" and expected:
         raise _mismatch(
@@ -89,8 +94,11 @@ def plan_restore(
         raise _mismatch(
             manifest,
             (surprising or present)[0].split("/")[0],
-            f"expected just {sorted(expected)[:5]} to be missing, found missing {surprising[:5]} "
-            f"besides and {present[:5]} there; say what this {kind} leaves out",
+            f"expected one of its tensors for every place, found none for {surprising[:5]}; use "
+            "another bundle, or a warm start or a transfer that expects them missing"
+            if surprising
+            else f"expected {present[:5]} to be missing, found them; leave them out of "
+            "expected_missing",
         )
     return taken
 

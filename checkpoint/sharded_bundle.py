@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shiftbook.checkpoint.bundle import (
+    NOT_BEGUN,
     Parts,
     bundle_fields,
     check_declared,
@@ -36,6 +38,7 @@ from shiftbook.checkpoint.bundle import (
     disk_error,
 )
 from shiftbook.checkpoint.errors import BundleError, BundleWriteFailed
+from shiftbook.checkpoint.failed_saves import tell_failed
 from shiftbook.checkpoint.fingerprint import Fingerprint
 from shiftbook.checkpoint.group_agreement import on_all, on_first
 from shiftbook.checkpoint.manifest import (
@@ -91,6 +94,7 @@ def save_sharded(
     and the bundle holds those of all. Two states of one owner are refused, and so are other
     differences. Raises the same errors, on every process.
     """
+    on_all(partial(tell_failed, NOT_BEGUN), group)
     described = describe(
         fields, parts, kinds=kinds, external=external, declared=declared, group=group
     )

@@ -26,6 +26,7 @@ from shiftbook.checkpoint.manifest import (
     check_part,
     load_manifest,
 )
+from shiftbook.checkpoint.patch_places import shared_elements
 from shiftbook.checkpoint.restore import check_index
 from shiftbook.checkpoint.restore_plan import Form, RestoreKind, plan_restore
 from shiftbook.checkpoint.saver_settings import without_group_warning
@@ -95,6 +96,7 @@ def _restored_into(
 
     manifest, taken = on_first(check, group)
     chosen = {part: {name: parts[part][name] for name in names} for part, names in taken.items()}
+    on_all(lambda: _check_shared(chosen, manifest), group)
     loaded = chosen
     if not in_place:
         loaded = {part: {} for part in chosen}
@@ -111,20 +113,63 @@ def _restored_into(
     if not in_place:
         for part, members in chosen.items():
             for name, tensor in members.items():
-                _local(tensor).copy_(_local(loaded[part][name]))
+                # One that was made for inference alone takes no other copy.
+                with torch.inference_mode(tensor.is_inference()):
+                    _local(tensor).copy_(_local(loaded[part][name]))
     return taken
 
 
 def _forms(parts: Parts) -> dict[str, dict[str, Form]]:
-    """Dtype and shape by part and name; BundleError for a tensor that has no box."""
+    """Dtype and shape by part and name; BundleError for a tensor that has no box, and PartMismatch
+    for what cannot be written."""
     found: dict[str, dict[str, Form]] = {}
     for part, members in parts.items():
         found[part] = {}
         for name, tensor in members.items():
+            if (why := _obstacle(tensor)) is not None:
+                raise PartMismatch(
+                    f"part {part}: tensor {name}: expected a dense torch tensor with memory of its "
+                    f"own, found {why}; nothing was changed",
+                    part=part,
+                )
             if isinstance(tensor, DTensor):
                 _box(tensor)
             found[part][name] = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
     return found
+
+
+def _obstacle(tensor: Any) -> str | None:
+    """Why a copy into it would fail or be lost, in words; None where it would do."""
+    if not isinstance(tensor, Tensor):
+        return type(tensor).__name__
+    local = _local(tensor)
+    if local.layout is not torch.strided or local.is_quantized:
+        return f"layout {local.layout}, dtype {local.dtype}"
+    if local.is_meta:
+        return "one on the meta device"
+    if shared_elements(tuple(local.shape), local.stride()) is not None:
+        return "one whose elements share memory"
+    return None
+
+
+def _check_shared(chosen: Parts, manifest: BundleManifest) -> None:
+    """Raise PartMismatch where two names are one tensor here and two contents in the bundle."""
+    seen: dict[tuple[Any, ...], tuple[str, str]] = {}
+    for part, members in chosen.items():
+        for name, tensor in members.items():
+            local = _local(tensor)
+            if not local.numel():
+                continue
+            where = (local.device, local.data_ptr(), local.dtype, local.shape, local.stride())
+            first, other = seen.setdefault(where, (part, name))
+            one = manifest.parts[first].tensors[other].fingerprint
+            if one != manifest.parts[part].tensors[name].fingerprint:
+                raise PartMismatch(
+                    f"bundle {manifest.bundle_id[:12]}: part {part}: {first}/{other} and "
+                    f"{part}/{name} are one tensor here, expected one content, found two; untie "
+                    "them, or use a bundle of the tied model",
+                    part=part,
+                )
 
 
 def _checked(

@@ -54,11 +54,16 @@ class Care:
         self._training, self._done = training, done
         self._mending = threading.Lock()
         """Held while processes that died are brought up again."""
+        self._leaving = threading.Event()
+        self._look = threading.Event()
+        self._unrepaired: list[str] = []
+        """Replicas whose processes died, until that is mended."""
         self._left = False
 
     def start(self) -> None:
         """Watch, in threads of its own."""
         threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._mend, daemon=True).start()
         threading.Thread(target=self._notice_ended_moves, daemon=True).start()
 
     def leave(self) -> None:
@@ -66,6 +71,7 @@ class Care:
         is brought up: the job is about to give its devices back."""
         import ray
 
+        self._leaving.set()  # a repair that waits for a process gives up
         with self._mending:
             self._left = True
         for replica, status in self._fleet.statuses().items():
@@ -93,10 +99,24 @@ class Care:
 
         The arguments are those of ``Supervisor.repair``.
         """
-        # A sync waits for a move that is under way, so ending one must not wait for a sync.
-        alone = self._syncer.alone if move is None else nullcontext()
-        with self._way.repair(), alone:
-            self._make_match(topology, fresh, anew, move, forward)
+        import ray
+
+        with self._way.repair():
+            # An engine takes its time to start, and the syncs of the others do not wait for that.
+            absent = frozenset(self._syncer.absent)
+            self._supervisor.living(self._leaving.is_set)
+            for left in reversed(range(TRIES)):
+                try:
+                    # A sync waits for a move under way, so ending a move must wait for no sync.
+                    with self._syncer.alone if move is None else nullcontext():
+                        self._make_match(topology, fresh, anew, move, forward)
+                        self._syncer.absent.difference_update(absent)
+                    break
+                except (WorkerLost, ray.exceptions.RayError) as error:
+                    if not left:
+                        raise
+                    os.write(2, f"bringing up workers again: {first_line(error)}\n".encode())
+                    self._supervisor.living(self._leaving.is_set)
         self._desk.wake()
 
     def _make_match(
@@ -107,8 +127,9 @@ class Care:
         move: Grant | None,
         forward: bool,
     ) -> None:
+        """One try; nothing here waits for a process to start."""
         wanted = [r.name for r in topology.replicas("rollout")]
-        alive = self._supervisor.living()
+        alive = self._supervisor.present()
         cold = [r for r in wanted if fresh or alive[r]["state"] == "idle"]
         published = self._standing.last_published
         # A sync waits for a move that is under way, so an engine that is brought up to end one
@@ -116,7 +137,14 @@ class Care:
         syncs = bool(cold) and move is None
         operation = self._syncer.begin(published, cold, base=None) if syncs else None
         try:
-            brought = self._brought_up(topology, fresh, anew, move, forward)
+            brought = self._supervisor.repair(
+                topology,
+                self._standing.grant,
+                fresh=fresh,
+                anew=anew,
+                move=move,
+                forward=forward,
+            )
         except BaseException:
             if operation is not None:
                 self._syncer.attached(operation, published, cold, ())
@@ -127,33 +155,6 @@ class Care:
             self._syncer.attached(operation, published, cold, brought)
         if any(b.component == "trainer" for b in brought):
             self._desk.train_again()
-
-    def _brought_up(
-        self,
-        topology: Topology,
-        fresh: bool,
-        anew: frozenset[str],
-        move: Grant | None,
-        forward: bool,
-    ) -> list[Brought]:
-        """Bring up what is missing; again when a process dies while that goes on."""
-        import ray
-
-        for left in reversed(range(TRIES)):
-            try:
-                return self._supervisor.repair(
-                    topology,
-                    self._standing.grant,
-                    fresh=fresh,
-                    anew=anew,
-                    move=move,
-                    forward=forward,
-                )
-            except (WorkerLost, ray.exceptions.RayError) as error:
-                if not left:
-                    raise
-                os.write(2, f"bringing up workers again: {first_line(error)}\n".encode())
-        raise AssertionError("unreachable")
 
     def _record_brought(self, brought: Sequence[Brought], move: Grant | None) -> None:
         standing = self._standing
@@ -193,15 +194,11 @@ class Care:
                 self._way.end_move(moving, job.topology, {}, known.status == "committed")
 
     def _watch(self) -> None:
-        """Learn at once when a worker's process dies, and repair when no move is under way."""
+        """Learn at once when a worker's process dies; repairing takes longer, and is another's."""
         import ray
 
         watches = {self._fleet.send(r, "watch"): r for r in self._fleet.hosts}
-        unrepaired: list[str] = []
         while not self._done.is_set():
-            for replica in list(unrepaired):
-                if self._repaired(replica):
-                    unrepaired.remove(replica)
             ready, _ = ray.wait(list(watches), num_returns=1, timeout=WATCH_S)
             for future in ready:
                 replica = watches.pop(future)
@@ -210,13 +207,24 @@ class Care:
                 except ray.exceptions.RayError as error:
                     if not self._done.is_set() and self._training.is_set():
                         self._lost(replica, first_line(error))
-                        unrepaired.append(replica)
+                        self._unrepaired.append(replica)
+                        self._look.set()
                 if self._done.is_set():
                     return
                 watches[self._fleet.send(replica, "watch")] = replica
 
+    def _mend(self) -> None:
+        """Repair what was lost, when no move is under way."""
+        while not self._done.is_set():
+            self._look.wait(WATCH_S)
+            self._look.clear()
+            for replica in list(self._unrepaired):
+                if self._repaired(replica):
+                    self._unrepaired.remove(replica)
+
     def _lost(self, replica: str, cause: str) -> None:
         component = self._fleet.hosts[replica].component
+        self._syncer.absent.add(replica)  # until it is repaired
         successor = self._successor(replica)
         owed = self._desk.lose(component, replica, successor)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from shiftbook.checkpoint.sampler import HASH_SORT
 from shiftbook.jobs.engine_types import Caches
-from shiftbook.jobs.engines import START_LIMITS_S, EngineName
+from shiftbook.jobs.engines import ENGINES, START_LIMITS_S, EngineName
 from shiftbook.ledger import canonical
 from shiftbook.ledger.dialect import public_url
 from shiftbook.ledger.errors import InvalidInput
@@ -25,7 +26,7 @@ from shiftbook.ledger.plan import (
     UpdatePlan,
 )
 from shiftbook.ledger.topology import Device, Topology
-from shiftbook.scheduler.fleet import FleetSpec
+from shiftbook.scheduler.fleet import FleetSpec, step_limit_s
 
 COMPONENTS = ("rollout", "tool", "inference", "trainer")
 EDGES = (
@@ -250,11 +251,14 @@ def plan_of(config: JobConfig) -> Plan:
 
 
 def moves_of(config: JobConfig) -> MovePlan:
-    """Whether anything moves, and how long a reboot may take: its engines start anew."""
+    """Whether anything moves, how long a step of a move may take, in which an engine loads and is
+    probed, and how long a reboot may take: its engines start anew."""
+    start_s = START_LIMITS_S[config.engine]
     usual_s = MovePlan.model_fields["reboot_limit_s"].default
     return MovePlan(
         mode="act" if config.schedule == "dynamic" else "observe",
-        reboot_limit_s=max(usual_s, usual_s / 2 + START_LIMITS_S[config.engine]),
+        step_limit_s=step_limit_s(start_s),
+        reboot_limit_s=max(usual_s, usual_s / 2 + start_s),
     )
 
 
@@ -378,13 +382,22 @@ def opened(config: JobConfig, devices: tuple[str, ...]) -> JobOpened:
     )
 
 
-def fleet_spec(devices: tuple[str, ...]) -> FleetSpec:
+def fleet_spec(
+    devices: tuple[str, ...], config: JobConfig | Mapping[str, Any] | None = None
+) -> FleetSpec:
     """Processes of the job: every component but the tool may stand on every slot.
 
-    Which engine a rollout process runs is said when it is given to a job.
+    Which engine a rollout process runs is said when it is given to a job: ``config``, or what the
+    ledger has of it, says how long that may take to start. Without it nobody waits for an engine.
     """
+    start_limit_s = {}
+    if isinstance(config, JobConfig):
+        start_limit_s["rollout"] = config.engine_start_s
+    elif config is not None and config.get("engine") in ENGINES:
+        start_limit_s["rollout"] = START_LIMITS_S[config["engine"]]
     return FleetSpec(
         factories=FACTORIES,
         devices={"rollout": devices, "inference": devices, "trainer": devices},
         without_device={"tool": 1},
+        start_limit_s=start_limit_s,
     )

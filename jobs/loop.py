@@ -246,7 +246,7 @@ class TrainingLoop:
         self._gate.open_job(config.job, opened(config, self.devices))
         if self._ledger.state().job(config.job).status == "closed":
             return
-        self._fleet = Fleet(fleet_spec(self.devices), start=True)
+        self._fleet = Fleet(fleet_spec(self.devices, config), start=True)
         assignment = Assignment(
             config.job, config.ledger_url, f"loop:{config.job}", config.worker_config()
         )
@@ -254,7 +254,6 @@ class TrainingLoop:
             self._fleet,
             assignment,
             self._standing.payload,
-            start_limit_s={"rollout": config.engine_start_s},
             tell=self._tell,
         )
         self._recording = self._await_recording()

@@ -50,10 +50,12 @@ class _FreshMover:
 
     def restore(self, topology: Topology, grant: Grant) -> None:
         """All processes in a topology, from the last bundle."""
+        self._supervisor.living()
         self._supervisor.repair(topology, self._grant, fresh=True, move=grant)
 
     def finish(self, topology: Topology, grant: Grant) -> None:
         """The same: what was moved in memory died with its attempt."""
+        self._supervisor.living()
         self._supervisor.repair(topology, self._grant, fresh=True, move=grant, forward=True)
 
     def close(self) -> None:

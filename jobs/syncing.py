@@ -64,7 +64,9 @@ class Syncer:
         self._job, self._grant, self._way = job, grant, way
         self._count = 0
         self._held_back: set[str] = set()
-        """Replicas that refused the last version, and are handed no work."""
+        """Replicas that did not take the last version, and are handed no work."""
+        self.absent: set[str] = set()
+        """Replicas whose processes died and were not brought up again: no sync waits for them."""
         self.alone = threading.RLock()
         """Held from when a version is chosen until its sync has ended: one version at a time."""
 
@@ -187,7 +189,8 @@ class Syncer:
                     exchange.feed(outcome.target)
             refused = [o for o in outcomes if o.outcome == "failed"]
             left = [o.target for o in refused]
-            self._held_back = self._held_back.union(left).difference(served)
+            lost = [o.target for o in outcomes if o.outcome == "lost"]
+            self._held_back = self._held_back.union(left, lost).difference(served)
             reasons = [f"{o.target}: {o.reason}" for o in refused]
             if not left:
                 break
@@ -233,14 +236,22 @@ class Syncer:
     ) -> list[TargetOutcome]:
         """What came of a sync that began, by target; recorded."""
         on_base = self._on_base(published) if encoding == "patch" else frozenset()
-        futures = {
-            r: self._send(r, published, "patch" if r in on_base else "full") for r in targets
-        }
+        there = [r for r in targets if r not in self.absent]
+        futures = {r: self._send(r, published, "patch" if r in on_base else "full") for r in there}
         drafts: list[Draft] = []
         outcomes = []
         flushed: set[str] = set()
-        for replica, future in futures.items():
-            outcome, taken, incarnation = self._outcome(replica, future, published)
+        for replica in targets:
+            if replica not in futures:
+                outcomes.append(
+                    TargetOutcome(
+                        target=replica,
+                        outcome="lost",
+                        reason="its process died; it takes the version as it is brought up",
+                    )
+                )
+                continue
+            outcome, taken, incarnation = self._outcome(replica, futures[replica], published)
             outcomes.append(outcome)
             if taken is not None:
                 flushed.update(taken.caches_flushed)
@@ -296,11 +307,11 @@ class Syncer:
 
         refused: str | None = None
         try:
-            taken: Taken = self._fleet.gather({replica: future})[replica]
+            taken: Taken = self._fleet.gather({replica: future}, gone=self.absent)[replica]
             if taken.base_refused is not None:
                 refused = f"the patch was refused, the whole weights sent: {taken.base_refused}"
                 whole = self._send(replica, published, "full")
-                taken = self._fleet.gather({replica: whole})[replica]
+                taken = self._fleet.gather({replica: whole}, gone=self.absent)[replica]
             incarnation = self._fleet.each([replica], "status")[replica]["incarnation"]
         except (ShiftbookError, ray.exceptions.RayError) as error:
             lost = TargetOutcome(target=replica, outcome="lost", reason=first_line(error))

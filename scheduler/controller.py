@@ -115,7 +115,7 @@ class Controller:
             if job is None:
                 return
             assert job.opened is not None
-            fleet = job_fleet(job.opened.job_path)
+            fleet = job_fleet(job.opened)
             mover = RayMover(fleet, self._loop, self._job, job.opened.components)
             recover(ledger, self._job, mover, by="controller", gate=self._gate, leave_asked=True)
             runner = MoveRunner(self._gate, fleet, self._loop, mover)

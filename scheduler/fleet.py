@@ -7,7 +7,8 @@ later (a new controller, recovery, the next attempt) finds the same ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,14 @@ from shiftbook.scheduler.workers.host import HostSpec, WorkerHost
 
 START_LIMIT_S = 90.0
 STEP_LIMIT_S = 20.0
-"""Longest wait for one step of a worker."""
+"""Longest wait for one step of a worker whose component is quick to start."""
+STATUS_LIMIT_S = 3.0
+"""Longest wait for its status."""
+STEPS_PER_START = 3.0
+STATUSES_PER_START = 20.0
+"""Steps, and answers, that may take as long together as a start: a component that is slow to start
+(large weights, kernels to compile) is slow to load, to be probed, and to answer meanwhile."""
+LOOK_AGAIN_S = 0.05
 HOST_THREADS = 12
 
 
@@ -30,6 +38,17 @@ class FleetSpec:
     factories: dict[str, str]
     devices: dict[str, tuple[str, ...]]
     without_device: dict[str, int] = field(default_factory=dict)
+    start_limit_s: dict[str, float] = field(default_factory=dict)
+    """By component, how long a process may take until it can serve, where that is not what is
+    usual; what a step and an answer may take follows from it."""
+
+    def step_limit_s(self, component: str) -> float:
+        """How long one step of a worker of this component may take."""
+        return step_limit_s(self.start_limit_s.get(component, 0.0))
+
+    def status_limit_s(self, component: str) -> float:
+        """How long a worker of this component may keep silent while it works."""
+        return max(STATUS_LIMIT_S, self.start_limit_s.get(component, 0.0) / STATUSES_PER_START)
 
     def hosts(self) -> list[HostSpec]:
         """One process for each place where a component may stand."""
@@ -50,6 +69,11 @@ class FleetSpec:
             for index in range(count)
         ]
         return specs
+
+
+def step_limit_s(start_limit_s: float) -> float:
+    """How long one step of a worker may take that may take so long to start."""
+    return max(STEP_LIMIT_S, start_limit_s / STEPS_PER_START)
 
 
 def replica_name(component: str, device: str) -> str:
@@ -154,16 +178,39 @@ class Fleet:
         replicas: Iterable[str],
         method: str,
         *arguments: Any,
-        limit_s: float = STEP_LIMIT_S,
+        limit_s: float | None = None,
     ) -> dict[str, Any]:
         """Call a method on several replicas at once; raises the first error."""
         return self.gather({r: self.send(r, method, *arguments) for r in replicas}, limit_s)
 
-    def gather(self, futures: Mapping[str, Any], limit_s: float = STEP_LIMIT_S) -> dict[str, Any]:
-        """Answers by replica; WorkerLost where a process ended or kept silent."""
+    def gather(
+        self,
+        futures: Mapping[str, Any],
+        limit_s: float | None = None,
+        *,
+        gone: Collection[str] = (),
+    ) -> dict[str, Any]:
+        """Answers by replica; WorkerLost where a process ended or kept silent.
+
+        Waits for as long as a step of the slowest of these replicas may take, or ``limit_s``; for
+        one that comes to be in ``gone`` meanwhile no longer. (Ray keeps a call for a process that
+        is to come in the place of one that ended.)
+        """
         ray = import_ray()
+        if limit_s is None:
+            steps_s = (self.spec.step_limit_s(self.hosts[r].component) for r in futures)
+            limit_s = max(steps_s, default=STEP_LIMIT_S)
+        until_s = time.monotonic() + limit_s
+        asked = list(futures.values())
         try:
-            answers = ray.get(list(futures.values()), timeout=limit_s)
+            while len(ray.wait(asked, num_returns=len(asked), timeout=LOOK_AGAIN_S)[0]) < len(
+                asked
+            ):
+                if lost := [replica for replica in futures if replica in gone]:
+                    raise WorkerLost(f"expected an answer of {lost[0]}, its process ended")
+                if time.monotonic() > until_s:
+                    break
+            answers = ray.get(asked, timeout=max(0.0, until_s - time.monotonic()))
         except ray.exceptions.GetTimeoutError as error:
             raise WorkerLost(
                 f"expected an answer of {', '.join(futures)} within {limit_s:.0f} s, got none"
@@ -172,32 +219,45 @@ class Fleet:
             raise WorkerLost(f"one of {', '.join(futures)} ended: {first_line(error)}") from error
         return dict(zip(futures, answers, strict=True))
 
-    def statuses(self, limit_s: float = 3.0) -> dict[str, dict[str, Any] | None]:
+    def statuses(self, limit_s: float | None = None) -> dict[str, dict[str, Any] | None]:
         """Status by replica; None for a process that is gone or silent."""
         return self.roll_call(limit_s)[0]
 
     def roll_call(
-        self, limit_s: float = 3.0
+        self, limit_s: float | None = None
     ) -> tuple[dict[str, dict[str, Any] | None], frozenset[str]]:
         """Status by replica, None where there was none, and which replicas kept silent: their
-        process is there, or being made, and has no time to answer; the others are gone."""
+        process is there, or being made, and has no time to answer; the others are gone.
+
+        Each is waited for as long as its component may keep silent, or ``limit_s``.
+        """
         ray = import_ray()
-        futures: dict[str, Any] = {}
+        futures: dict[Any, str] = {}
         answers: dict[str, dict[str, Any] | None] = dict.fromkeys(self.hosts)
-        for replica in self.hosts:
+        limits_s: dict[str, float] = {}
+        for replica, host in self.hosts.items():
             try:
-                futures[replica] = self.send(replica, "status")
+                futures[self.send(replica, "status")] = replica
             except WorkerLost:
                 continue
-        ready, _ = ray.wait(list(futures.values()), num_returns=len(futures), timeout=limit_s)
-        done = set(ready)
-        for replica, future in futures.items():
-            if future in done:
+            usual_s = self.spec.status_limit_s(host.component)
+            limits_s[replica] = usual_s if limit_s is None else limit_s
+        began_s = time.monotonic()
+        silent: set[str] = set()
+        for until_s in sorted(set(limits_s.values())):
+            left_s = max(0.0, began_s + until_s - time.monotonic())
+            ready, _ = ray.wait(list(futures), num_returns=len(futures), timeout=left_s)
+            for future in ready:
+                replica = futures.pop(future)
                 try:
                     answers[replica] = ray.get(future)
                 except ray.exceptions.RayError:
                     answers[replica] = None
-        return answers, frozenset(r for r, future in futures.items() if future not in done)
+            for future in [f for f, replica in futures.items() if limits_s[replica] <= until_s]:
+                silent.add(futures.pop(future))
+            if not futures:
+                break
+        return answers, frozenset(silent)
 
 
 def topology_of(

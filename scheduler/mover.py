@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shiftbook.ledger.errors import InvalidInput, RecoverLater
+from shiftbook.ledger.events.job import JobOpened
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.topology import Topology
@@ -143,11 +144,12 @@ def open_mover(ledger: Ledger, job: str) -> RayMover:
     opened = ledger.state().job(job).opened
     if opened is None:
         raise InvalidInput(f"job {job!r} was never opened; `shiftbook jobs` lists the others")
-    return RayMover(job_fleet(opened.job_path), LoopClient(job), job, opened.components)
+    return RayMover(job_fleet(opened), LoopClient(job), job, opened.components)
 
 
-def job_fleet(job_path: str) -> Fleet:
-    """Handles of a job's processes; the job's module says which there are."""
-    module = job_path.partition(":")[0]
-    spec: FleetSpec = load_path(f"{module}:fleet_spec")(discover_devices())
+def job_fleet(opened: JobOpened) -> Fleet:
+    """Handles of a job's processes; the job's module says which there are, and how slow they are,
+    by its configuration."""
+    module = opened.job_path.partition(":")[0]
+    spec: FleetSpec = load_path(f"{module}:fleet_spec")(discover_devices(), opened.config)
     return Fleet(spec)

@@ -17,7 +17,7 @@ from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.topology import Topology
 from shiftbook.scheduler.cluster import import_ray
 from shiftbook.scheduler.errors import WorkerLost
-from shiftbook.scheduler.fleet import Fleet, topology_of
+from shiftbook.scheduler.fleet import STATUS_LIMIT_S, Fleet, topology_of
 from shiftbook.scheduler.workers.component import Layout, Loaded
 from shiftbook.scheduler.workers.host import Assignment
 
@@ -42,14 +42,16 @@ class Brought:
 class _Waiting:
     """Which replicas are waited for, since when, and what was told of it."""
 
-    def __init__(self, tell: Callable[[str | None], None]) -> None:
-        self._tell = tell
+    def __init__(self, tell: Callable[[str | None], None], leaving: Callable[[], bool]) -> None:
+        self._tell, self._leaving = tell, leaving
         self._since_s: dict[str, float] = {}
         self._told_s = time.monotonic()
         self._told = False
 
     def on(self, replica: str, what: str, limit_s: float) -> None:
-        """Wait on; raises WorkerLost where that has taken longer than ``limit_s``."""
+        """Wait on; raises WorkerLost where that took longer than ``limit_s``, or is in vain."""
+        if self._leaving():
+            raise WorkerLost(f"{replica}: expected {what}, found that the job is about to end")
         now_s = time.monotonic()
         waited_s = now_s - self._since_s.setdefault(replica, now_s)
         if waited_s > limit_s:
@@ -79,8 +81,8 @@ class Supervisor:
 
     ``payload`` gives what a component is restored from; ``resharded`` names the components whose
     replicas hold parts of one state, so that they are restored together or not at all.
-    ``start_limit_s`` is by component how long its process may take to be ready to serve, where that
-    is not ``RESTART_LIMIT_S``; whoever waits is told what for by ``tell``, and by ``None`` when
+    How long a process may take to be ready to serve is what the fleet's spec says of its component,
+    else ``RESTART_LIMIT_S``; whoever waits is told what for by ``tell``, and by ``None`` when
     nobody waits any more. A process that ends is noticed at once.
     """
 
@@ -90,14 +92,12 @@ class Supervisor:
         assignment: Assignment,
         payload: Callable[[str], dict[str, Any]],
         resharded: frozenset[str] = frozenset({"trainer"}),
-        start_limit_s: Mapping[str, float] | None = None,
         tell: Callable[[str | None], None] = lambda text: None,
     ) -> None:
         self.fleet = fleet
         self.assignment = assignment
         self._payload = payload
         self._resharded = resharded
-        self._start_limit_s = dict(start_limit_s or {})
         self._tell = tell
         self._lock = threading.Lock()
         self._generation = 0
@@ -116,22 +116,38 @@ class Supervisor:
                 wanted[host.replica] = Layout(0, 1, "")
         return wanted
 
-    def living(self) -> dict[str, dict[str, Any]]:
+    def present(self) -> dict[str, dict[str, Any]]:
+        """Status of every process, all attached; raises WorkerLost where one is not there now."""
+        statuses = self.fleet.statuses()
+        there = {r: status for r, status in statuses.items() if status is not None}
+        missing = sorted({*(statuses.keys() - there.keys()), *self._strangers(there)})
+        if missing:
+            raise WorkerLost(
+                f"expected every process to be there and to serve the job, found {missing[0]} "
+                "gone, silent or anew; wait for it, then repair again"
+            )
+        return there
+
+    def _strangers(self, statuses: Mapping[str, dict[str, Any]]) -> list[str]:
+        """Replicas whose processes serve another job, or none, or are not ready to."""
+        mine = (self.assignment.job, self.assignment.ledger_url)
+        return [
+            replica
+            for replica, status in statuses.items()
+            if (status["job"], status["ledger_url"]) != mine or not status["ready"]
+        ]
+
+    def living(self, leaving: Callable[[], bool] = lambda: False) -> dict[str, dict[str, Any]]:
         """Status of every process, all attached; waits for those that are being restarted, and for
-        engines that start.
+        engines that start, unless the job is ``leaving``.
 
         Raises WorkerLost for one that ends meanwhile, and for one that takes longer than it may.
         """
-        waiting = _Waiting(self._tell)
+        waiting = _Waiting(self._tell, leaving)
         try:
             while True:
                 statuses = self._answered(waiting)
-                strangers = [
-                    replica
-                    for replica, status in statuses.items()
-                    if (status["job"], status["ledger_url"])
-                    != (self.assignment.job, self.assignment.ledger_url)
-                ]
+                strangers = self._strangers(statuses)
                 if not strangers:
                     return statuses
                 self._attach(strangers, waiting)
@@ -139,13 +155,14 @@ class Supervisor:
             waiting.over()
 
     def _limit_s(self, replica: str) -> float:
-        return self._start_limit_s.get(self.fleet.hosts[replica].component, RESTART_LIMIT_S)
+        component = self.fleet.hosts[replica].component
+        return self.fleet.spec.start_limit_s.get(component, RESTART_LIMIT_S)
 
     def _answered(self, waiting: _Waiting) -> dict[str, dict[str, Any]]:
         """Status of every process. One that is gone comes again within a minute or not at all; one
         that keeps silent may be busy with its start."""
         while True:
-            statuses, silent = self.fleet.roll_call()
+            statuses, silent = self.fleet.roll_call(STATUS_LIMIT_S)
             there = {r: status for r, status in statuses.items() if status is not None}
             if len(there) == len(statuses):
                 return there
@@ -183,6 +200,9 @@ class Supervisor:
     ) -> list[Brought]:
         """Change what differs; returns the replicas that were brought up, in their order.
 
+        Waits for no process to start: ``living`` does, before. Raises WorkerLost where one is not
+        there, or dies meanwhile.
+
         ``fresh`` drops everything first, as a new attempt must: nobody knows what the processes
         of the attempt before hold. ``anew`` names components whose state is in doubt. ``move`` is
         the grant of a move that is being ended: its devices obey that one alone; ``forward`` says
@@ -191,13 +211,13 @@ class Supervisor:
         grants = _Grants(grant, move, self.fleet)
         with self._lock:
             self._generation += 1
-            statuses = self.living()
+            statuses = self.present()
             wanted = self.wanted(topology)
             stopped = [r for r in wanted if statuses[r]["state"] == "quiesced"]
             if stopped and not fresh and not forward:
                 # Left behind by a move that was closed under its controller: they go on as before.
                 grants.each(stopped, "undo")
-                statuses = self.living()
+                statuses = self.present()
             leaving = [
                 replica
                 for replica, status in statuses.items()

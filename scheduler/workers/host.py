@@ -16,7 +16,7 @@ from shiftbook.ledger.fencing import GrantChecker
 from shiftbook.ledger.grant import Grant
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.scheduler.channels import Work
-from shiftbook.scheduler.errors import WorkerError, first_line
+from shiftbook.scheduler.errors import WorkerError
 from shiftbook.scheduler.slots import Activity, Presence, lock_directory, pin
 from shiftbook.scheduler.workers.component import (
     Answer,
@@ -27,14 +27,13 @@ from shiftbook.scheduler.workers.component import (
     Parcel,
 )
 from shiftbook.scheduler.workers.feed import Feed
-from shiftbook.scheduler.workers.line import Address, Line
+from shiftbook.scheduler.workers.line import Line, line_of
 
 IDLE_WAIT_S = 0.25
 TURN_WAIT_S = (0.002, 0.02)
 """Shortest and longest pause before a worker asks again for a device that another component
 uses; it doubles, since asking takes time from the one that computes."""
 FLUSH_LIMIT_S = 5.0
-FIND_LIMIT_S = 10.0
 WATCH_S = 5.0
 LEDGER_LIMIT_S = 2.0
 """How long a check of a grant waits for a ledger that is out of reach."""
@@ -93,6 +92,8 @@ class WorkerHost:
         """Layout before the one that is being prepared; undo goes back to it."""
         self._operation: str | None = None
         self._mutex = threading.RLock()
+        self._starting = False
+        """True while the component is made, which may take minutes."""
         self._running = threading.Event()
         self._paused = threading.Event()
         self._paused.set()
@@ -122,6 +123,7 @@ class WorkerHost:
             "pid": os.getpid(),
             "job": self.assignment.job if self.assignment else None,
             "ledger_url": self.assignment.ledger_url if self.assignment else None,
+            "ready": component is not None and not self._starting,
             "state": self._state,
             "prepared": self._prepared,
             "operation": self._operation,
@@ -177,38 +179,11 @@ class WorkerHost:
                     f"{self._state} for {current.job if current else 'nobody'}; "
                     "drop its state first"
                 )
-            if self._feed is not None:
-                self._feed.end()
-            if self._component is not None:
-                self._component.close()
-            self.assignment = assignment
-            self._checker = GrantChecker(
-                lambda: Ledger.open(
-                    assignment.ledger_url,
-                    create=False,
-                    read_only=True,
-                    lock_timeout_s=LEDGER_LIMIT_S,
-                ),
-                assignment.job,
-                () if self.spec.device is None else (self.spec.device,),
-            )
-            locks = lock_directory(assignment.ledger_url)
-            device = self.spec.device
-            self._presence = None if device is None else Presence(locks, device)
-            find = _line_of(assignment.loop_name)
-            # One caller each: a take is held open while there is no work.
-            self._loop, self._taking, self._delivering = Line(find), Line(find), Line(find)
-            self._component = load_path(self.spec.factory)(self.spec, assignment.config)
-            urgent = self._component.urgent
-            self._activity = None if device is None else Activity(locks, device, urgent=urgent)
-            self._feed = Feed(
-                self._take,
-                self._deliver,
-                self._room,
-                self._hungry,
-                self._component.linger_s,
-                self._wake,
-            )
+            self._starting = True
+            try:
+                self._serve(assignment)
+            finally:
+                self._starting = False
             return self.status()
 
     # ---- what needs a grant --------------------------------------------------------------
@@ -294,6 +269,12 @@ class WorkerHost:
 
     def call(self, grant: Grant | None, method: str, arguments: dict[str, Any]) -> Any:
         """A method of the component's own (a trainer's update, an engine's sync)."""
+        if self._starting:
+            # Whoever calls has others to look after, and a start may take minutes.
+            raise WorkerError(
+                f"{self.spec.replica}: expected an active replica for {method}, found one that "
+                "starts; bring it up first"
+            )
         with self._mutex:
             self._check(grant, "load_weights" if method == "sync" else "call")
             if self._state != "active":
@@ -304,6 +285,41 @@ class WorkerHost:
             return self._between_units(lambda: self._held().call(method, arguments))
 
     # ---- inside --------------------------------------------------------------------------
+
+    def _serve(self, assignment: Assignment) -> None:
+        """Make the component of a job, and its lines."""
+        if self._feed is not None:
+            self._feed.end()
+        if self._component is not None:
+            self._component.close()
+        self.assignment = assignment
+        self._checker = GrantChecker(
+            lambda: Ledger.open(
+                assignment.ledger_url,
+                create=False,
+                read_only=True,
+                lock_timeout_s=LEDGER_LIMIT_S,
+            ),
+            assignment.job,
+            () if self.spec.device is None else (self.spec.device,),
+        )
+        locks = lock_directory(assignment.ledger_url)
+        device = self.spec.device
+        self._presence = None if device is None else Presence(locks, device)
+        find = line_of(assignment.loop_name)
+        # One caller each: a take is held open while there is no work.
+        self._loop, self._taking, self._delivering = Line(find), Line(find), Line(find)
+        self._component = load_path(self.spec.factory)(self.spec, assignment.config)
+        urgent = self._component.urgent
+        self._activity = None if device is None else Activity(locks, device, urgent=urgent)
+        self._feed = Feed(
+            self._take,
+            self._deliver,
+            self._room,
+            self._hungry,
+            self._component.linger_s,
+            self._wake,
+        )
 
     def _check(self, grant: Grant | None, method: str) -> str:
         if self.assignment is None:
@@ -477,22 +493,3 @@ class WorkerHost:
                 self._first_unit_s = begin_s
                 self._worked.set()
             feed.answer(answers)
-
-
-def _line_of(loop_name: str) -> Callable[[], Address]:
-    """Finds the line of a job's loop, whichever process serves it now."""
-
-    def find() -> Address:
-        import ray
-
-        from shiftbook.scheduler.cluster import NAMESPACE
-
-        try:
-            loop = ray.get_actor(loop_name, namespace=NAMESPACE)
-            address: Any = ray.get(loop.line.remote(), timeout=FIND_LIMIT_S)
-        except (ray.exceptions.RayError, ValueError) as error:
-            raise ConnectionError(f"no loop {loop_name}: {first_line(error)}") from error
-        assert isinstance(address, Address)
-        return address
-
-    return find

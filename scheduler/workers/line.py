@@ -30,12 +30,14 @@ from multiprocessing.connection import (
 from typing import Any
 
 from shiftbook.ledger.errors import ShiftbookError
-from shiftbook.scheduler.errors import WorkerError, WorkerLost
+from shiftbook.scheduler.errors import WorkerError, WorkerLost, first_line
 
 KEY_BYTES = 32
 WAITING_CLIENTS = 128
 LIMIT_S = 30.0
 """How long a caller looks for a loop that is being replaced."""
+FIND_LIMIT_S = 10.0
+"""How long it is asked where it serves."""
 RETRY_S = 0.1
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 """A peer whose node vanished is noticed after these seconds and tries."""
@@ -167,6 +169,25 @@ class Line:
         """End the connection."""
         with self._lock:
             self._hang_up()
+
+
+def line_of(loop_name: str) -> Callable[[], Address]:
+    """Finds the line of a job's loop, whichever process serves it now."""
+
+    def find() -> Address:
+        import ray  # the extra `job`; a caller of another kind of line needs none
+
+        from shiftbook.scheduler.cluster import NAMESPACE
+
+        try:
+            loop = ray.get_actor(loop_name, namespace=NAMESPACE)
+            address: Any = ray.get(loop.line.remote(), timeout=FIND_LIMIT_S)
+        except (ray.exceptions.RayError, ValueError) as error:
+            raise ConnectionError(f"no loop {loop_name}: {first_line(error)}") from error
+        assert isinstance(address, Address)
+        return address
+
+    return find
 
 
 def _connect(address: Address) -> Connection:

@@ -285,3 +285,21 @@ def test_a_tensor_whose_elements_share_memory_is_not_written(shared: Any) -> Non
     transposed = torch.zeros(8, 4).t()
     apply_patch(patch, {"w": transposed}, version=0)
     assert torch.equal(transposed, new)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"nan": "keep"}, "found 'keep'"),
+        ({"version": -1}, "found -1"),
+        ({"version": None}, "found None"),
+        ({"base_version": -3}, "found -3"),
+        ({"base_fingerprints": {"w": "0" * 32}}, "found none of"),
+    ],
+)
+def test_what_no_reader_would_take_is_not_written(how: dict[str, Any], said: str) -> None:
+    with pytest.raises(PatchUnencodable, match=said):
+        encode_patch(BASE, NEW, **{"base_version": 1, "version": 2, "nan": "carry", **how})
+    if "base" not in str(how):
+        with pytest.raises(PatchUnencodable, match=said):
+            encode_anchor(NEW, **{"version": 2, "nan": "carry", **how})

@@ -49,14 +49,17 @@ class Loop:
     def all(self) -> dict[str, Any]:
         return {**self.state(), **rng_parts({"mask": self.stream})}
 
+    def load(self) -> dict[str, Any]:
+        return json.loads(self.file.read_text()) if self.file.exists() else {}
+
     def live(self) -> Verdict:
-        held = json.loads(self.file.read_text()) if self.file.exists() else {}
+        held = self.load()
         made = plan(required_invariants=REQUIRED)
         record = self.record = Recorder.open(
             self.url,
             "job",
             made,
-            policy={"w": held.get("w", 0.0)},
+            policy={"w": held.get("w", self.weights)},
             version=held.get("step", 0),
             iteration=held.get("step", 0),
             bundle=held.get("bundle"),

@@ -663,6 +663,61 @@ def test_a_spool_goes_on_after_a_lost_source(trainer: Trainer, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("spooled", [True, False])
+@pytest.mark.parametrize("newer", [1, 2])
+@pytest.mark.parametrize("encoding", ["whole", "patch"])
+def test_a_version_that_goes_while_it_is_pulled(
+    trainer: Trainer, tmp_path: Path, encoding: str, newer: int, spooled: bool
+) -> None:
+    """Sources keep two versions. With one more published in mid-pull the pull ends well (a patch
+    whose base went becomes whole weights); with two more it is refused, nothing of it is served,
+    and the next sync takes the newest."""
+    offers, desk = trainer.offers[0], trainer.desk
+    versions = [large(seed) for seed in range(2)]
+    for _ in range(newer + 1):
+        versions.append({"w": versions[-1]["w"].copy()})
+        versions[-1]["w"][:, len(versions)] += 1.0
+    spool = tmp_path / "spool" if spooled else None
+    calls: list[int] = []
+    armed = threading.Event()
+
+    def token() -> str:
+        if armed.is_set():
+            calls.append(len(calls))
+            if len(calls) == 5:  # after the catalogue and some parcels
+                for number in range(3, 3 + newer):
+                    offers.publish(number, versions[number])
+        return issue_token(SECRET, "e", 600)
+
+    link = trainer.links("e", token=token)[:1]
+    receiver = large_receiver(link, spool=spool)
+    if encoding == "patch":
+        desk.open(offers.publish(1, versions[1]), {"e": 1}, limit_s=60)
+        receiver.sync()
+    desk.open(offers.publish(2, versions[2]), {"e": 1}, limit_s=60)
+    armed.set()
+    if newer == 1:
+        done = receiver.sync()
+        assert done.version == 2
+        assert np.array_equal(receiver.tensors["w"].view(np.float32), versions[2]["w"])
+    else:
+        with pytest.raises(TransferRefused, match=r"versions \[3, 4\].* was asked for 2"):
+            receiver.sync()
+        assert receiver.version == (1 if encoding == "patch" else None)
+        assert not receiver.serving
+        assert outcome_of(trainer, "e").outcome == "failed"
+        if encoding == "patch":
+            assert np.array_equal(receiver.held["w"].view(np.float32), versions[1]["w"])
+    armed.clear()
+    newest = offers.newest()
+    assert newest is not None
+    desk.open(newest, {"e": 1}, limit_s=60)
+    assert receiver.sync().version == 2 + newer
+    assert np.array_equal(receiver.tensors["w"].view(np.float32), versions[2 + newer]["w"])
+    assert outcome_of(trainer, "e").outcome == "serving"
+    assert spool is None or not list(spool.iterdir())
+
+
+@pytest.mark.parametrize("spooled", [True, False])
 def test_a_token_that_ends_within_a_pull_costs_no_parcel(
     trainer: Trainer, tmp_path: Path, spooled: bool
 ) -> None:

@@ -206,7 +206,7 @@ class _Fleet:
             offered["version"], names, caches_flushed=("kv",), moved_bytes=7, encoding=encoding
         )
 
-    def gather(self, futures: dict[str, Taken]) -> dict[str, Taken]:
+    def gather(self, futures: dict[str, Taken], *, gone: set[str]) -> dict[str, Taken]:
         return futures
 
     def each(self, replicas: list[str], method: str) -> dict[str, dict[str, str]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from shiftbook.scheduler import fleet as fleet_limits
 from shiftbook.scheduler import supervision
 from shiftbook.scheduler.errors import WorkerLost
 from shiftbook.scheduler.fleet import Fleet, FleetSpec
@@ -48,8 +50,8 @@ def supervisor(
 ) -> Supervisor:
     config = {"folder": str(folder), "seed": 0}
     assignment = Assignment("slow", f"sqlite:///{folder}/ledger.db", "loop:slow", config)
-    limits = {"slow": limit_s}
-    return Supervisor(fleet, assignment, lambda component: {}, start_limit_s=limits, tell=tell)
+    fleet.spec.start_limit_s["slow"] = limit_s
+    return Supervisor(fleet, assignment, lambda component: {}, tell=tell)
 
 
 def let(folder: Path, *replicas: str) -> None:
@@ -160,3 +162,43 @@ def test_one_that_is_gone_for_good_is_given_up_soon(
     until(dead)
     with pytest.raises(WorkerLost, match="slow-0: expected a process within 1 s"):
         supervisor(fleet, tmp_path, LONG_S, lambda text: None).living()
+
+
+def test_a_step_and_an_answer_may_take_as_long_as_the_engine_needs(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that is busy for longer than others may be (here: a stopped process), with the
+    limits of one that is quick to start and of one that is slow."""
+    monkeypatch.setattr(fleet_limits, "STEP_LIMIT_S", 0.3)
+    monkeypatch.setattr(fleet_limits, "STATUS_LIMIT_S", 0.3)
+    pid = pid_of(fleet, "slow-0")
+    for quick in (True, False):
+        fleet.spec.start_limit_s["slow"] = 0.5 if quick else LONG_S
+        os.kill(pid, signal.SIGSTOP)
+        waking = threading.Timer(1.5, os.kill, (pid, signal.SIGCONT))
+        waking.start()
+        if quick:
+            with pytest.raises(WorkerLost, match="slow-0 within 0 s"):
+                fleet.each(["slow-0"], "status")
+            assert fleet.roll_call()[1] == {"slow-0"}
+        else:
+            assert fleet.each(["slow-0"], "status")["slow-0"]["pid"] == pid
+            statuses, silent = fleet.roll_call()
+            assert silent == set()
+            assert statuses["slow-0"] is not None
+        waking.join()
+
+
+def test_one_that_is_known_to_be_gone_is_waited_for_no_longer(fleet: Fleet, tmp_path: Path) -> None:
+    """Its successor would answer, but nobody knows when."""
+    fleet.spec.start_limit_s["slow"] = LONG_S
+    gone: set[str] = set()
+    pid = pid_of(fleet, "slow-0")
+    os.kill(pid, signal.SIGSTOP)
+    noticing = threading.Timer(0.5, gone.add, ("slow-0",))
+    noticing.start()
+    began_s = time.monotonic()
+    with pytest.raises(WorkerLost, match="answer of slow-0, its process ended"):
+        fleet.gather({"slow-0": fleet.send("slow-0", "status")}, gone=gone)
+    assert time.monotonic() - began_s < AT_ONCE_S
+    os.kill(pid, signal.SIGCONT)

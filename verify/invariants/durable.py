@@ -11,6 +11,8 @@ from shiftbook.ledger.events.state import (
 )
 from shiftbook.verify.invariants.base import End, Invariant, Step, listed, short
 
+A_PART = "a part of a bundle was not read back from its file after its save, nor as it was loaded"
+
 
 class FileEquality(Invariant):
     """I1b: the parts read back from the file are those of the live state when it was saved.
@@ -30,8 +32,8 @@ class FileEquality(Invariant):
 
     def begin(self) -> None:
         self._bundles = 0
-        self._unread: set[str] = set()
-        """Bundles that were not read back after their save; they may be as they are loaded."""
+        self._unread: dict[str, set[str]] = {}
+        """By bundle: parts that were not read back after its save; they may be as it is loaded."""
 
     def feed(self, step: Step) -> None:
         event = step.event
@@ -39,22 +41,22 @@ class FileEquality(Invariant):
             self._bundles += 1
             found = event.file_parts
             if found is None:
-                found = self._manifest(event)
-            if found is None:
-                self._unread.add(event.bundle)
-            else:
-                self._compare(step, event, found, ())
+                found = self._manifest(event) or {}
+            self._unread[event.bundle] = event.parts.keys() - found.keys()
+            self._compare(step, event, found, ())
         elif isinstance(event, CheckpointRegistered):
             self._bundles += 1
             manifest = self._manifest(event)
             if manifest is None:
                 self.missing("the manifest of a registered bundle cannot be read")
             else:
+                if event.parts.keys() - manifest.keys():
+                    self.missing(A_PART)
                 self._compare(step, event, manifest, ())
         elif isinstance(event, CheckpointRestored) and event.file_parts is not None:
             origin = step.track.origin(event.bundle)
             if origin is not None:
-                self._unread.discard(event.bundle)
+                self._unread.get(event.bundle, set()).difference_update(event.file_parts)
                 self._compare(step, origin[0], event.file_parts, (origin[1],))
 
     def _manifest(self, event: CheckpointSaved | CheckpointRegistered) -> dict[str, str] | None:
@@ -71,8 +73,6 @@ class FileEquality(Invariant):
         others: tuple[int, ...],
     ) -> None:
         common = sorted(saved.parts.keys() & found.keys())
-        if saved.parts.keys() - found.keys():
-            self.missing("a part of a bundle was not read back from its file")
         wrong = [name for name in common if saved.parts[name] != found[name]]
         first = wrong[0] if wrong else ""
         self.expect(
@@ -86,10 +86,9 @@ class FileEquality(Invariant):
         )
 
     def close(self, end: End) -> None:
-        for _ in self._unread:
-            self.missing(
-                "the file of a bundle was not read back after its save, nor as it was loaded"
-            )
+        for unread in self._unread.values():
+            if unread:
+                self.missing(A_PART)
 
     def idle_because(self, end: End) -> str | None:
         return None if self._bundles else "no bundle was saved"
