@@ -51,7 +51,7 @@ from shiftbook.verify.verdict import verify
 from tests.ledger.crash_acts import ACTS, APPENDS, KEY, ROWS, WHEN, batch, signer_of
 from tests.ledger.sample_ledger import write_sample
 
-DEADLINE_S = 240.0
+DEADLINE_S = 600.0
 CALLS = ("write", "pwrite64", "fsync", "fdatasync", "rename", "ftruncate", "unlink")
 ROOT = Path(__file__).parents[2]
 
