@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from shiftbook.ledger.archive_file import ArchiveFile
 from shiftbook.ledger.archive_format import Range
 from shiftbook.ledger.archive_heads import HEADS_SECTION, new_heads
+from shiftbook.ledger.archive_history import checked_event, require_history
 from shiftbook.ledger.archive_writer import ArchiveWriter
 from shiftbook.ledger.canonical import decode, leaf_hash
-from shiftbook.ledger.envelope import StoredEvent, unseal
+from shiftbook.ledger.envelope import StoredEvent
 from shiftbook.ledger.errors import (
     ArchiveError,
     ArchiveMismatch,
@@ -247,11 +248,12 @@ def import_archive(
     durable, so that an import that was interrupted goes on where it ended. A range is taken only
     where the ledger holds the event before it; heads of one size must be the same.
     ``restore_section`` is given each section and says whether it took it over. Raises ArchiveError
-    for a file that is not whole, ArchiveMismatch where the ledger has other events or heads, having
-    written nothing, and what an append raises.
+    for a file that is not whole or holds what no ledger held, ArchiveMismatch where the ledger has
+    other events or heads, both having written nothing, and what an append raises.
     """
     archive.require_sound()
     ledger.require_keys()
+    require_history(archive)
     already = _refuse_other_events(archive, ledger)
     if HEADS_SECTION in archive.section_names:
         new_heads(ledger, archive.section(HEADS_SECTION))  # raises before anything is written
@@ -259,11 +261,6 @@ def import_archive(
     segments = 0
     for sha256, data in archive.segments():
         assert place is not None
-        if segment_sha256(data) != sha256:
-            raise ArchiveError(
-                f"expected the bytes of {archive.where(sha256)} to have that SHA-256, found "
-                "others; restore the archive from a copy"
-            )
         place.put(sha256, data)
         segments += 1
     if place is not None:
@@ -311,38 +308,13 @@ def _batches(archive: ArchiveFile, first: int) -> Iterator[list[StoredEvent]]:
     batch: list[StoredEvent] = []
     size = 0
     for position, data in archive.events(first):
-        batch.append(_checked(position, data))
+        batch.append(checked_event(position, data))
         size += len(data)
         if len(batch) >= BATCH_EVENTS or size >= BATCH_BYTES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _checked(position: int, data: bytes) -> StoredEvent:
-    """An event with the kinds of values that a ledger's columns have; raise ArchiveError."""
-    try:
-        stored = unseal(data)
-    except InvalidEvent as error:
-        raise ArchiveError(f"the archive's event {position} is none: {error}") from error
-    texts = (stored.job, stored.type, stored.writer, stored.actor)
-    numbers = (
-        *(stored.position, stored.version, stored.schema, stored.sequence),
-        stored.recorded_ns,
-    )
-    if (
-        not all(isinstance(value, str) and value for value in texts)
-        or not all(type(value) is int and value < 2**63 for value in numbers)
-        or not isinstance(stored.operation, str | None)
-        or not isinstance(stored.key, str | None)
-        or not isinstance(stored.body, dict)
-    ):
-        raise ArchiveError(
-            f"expected the envelope of an event at position {position} of the archive, found "
-            "values of other kinds; `shiftbook verify` says which"
-        )
-    return stored
 
 
 def _restore(archive: ArchiveFile, ledger: Ledger, batch: list[StoredEvent]) -> None:

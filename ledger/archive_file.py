@@ -67,6 +67,8 @@ class ArchiveFile:
     damage: str | None = None
     end: dict[str, Any] = field(default_factory=dict)
     """What the last member says; empty where there is none."""
+    history: bool = False
+    """True once it was held against itself, see archive_history."""
     _segments: list[bytes] = field(default_factory=list)
     """SHA-256, offset and size of each segment in 48 bytes, sorted: a million take 100 MB."""
     _sections: dict[str, tuple[int, int]] = field(default_factory=dict)

@@ -7,6 +7,8 @@ import binascii
 import json
 from typing import TYPE_CHECKING
 
+import orjson
+
 from shiftbook.ledger.errors import ArchiveError, ArchiveMismatch, InvalidNote
 from shiftbook.ledger.signed_note import SignedHead
 
@@ -39,13 +41,35 @@ def read_heads(data: bytes) -> list[tuple[int, bytes]]:
     found = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            entry = json.loads(line)
-            found.append((int(entry["size"]), base64.b64decode(entry["note"], validate=True)))
+            entry = orjson.loads(line)
+            size, note = entry["size"], base64.b64decode(entry["note"], validate=True)
+            if type(size) is not int:
+                raise TypeError
+            found.append((size, note))
         except (ValueError, KeyError, TypeError, binascii.Error) as error:
             raise ArchiveError(
                 f"expected a head in line {number} of the section {HEADS_SECTION}, found "
                 f"{line[:60]!r}; restore the archive from a copy"
             ) from error
+    return found
+
+
+def parsed_heads(data: bytes) -> list[SignedHead]:
+    """Heads of a section, smallest first, not verified; raises ArchiveError."""
+    found: list[SignedHead] = []
+    for size, note in read_heads(data):
+        try:
+            head = SignedHead.parse(note)
+        except InvalidNote as error:
+            raise ArchiveError(f"expected a signed head of {size} events, found {error}") from error
+        before = found[-1].size if found else 0
+        if head.size != size or size <= before:
+            raise ArchiveError(
+                f"expected a head of {size} events, more than {before}, in the section "
+                f"{HEADS_SECTION}, found one of {head.size}; no build writes this; keep the file "
+                "for evidence"
+            )
+        found.append(head)
     return found
 
 
@@ -58,24 +82,20 @@ def new_heads(ledger: Ledger, data: bytes) -> list[SignedHead]:
     known = {head.size: head.data() for head in ledger.tree().heads()}
     after = max(known, default=0)
     found = []
-    for size, note in read_heads(data):
-        if size in known:
-            if known[size] != note:
+    for head in parsed_heads(data):
+        if head.size in known:
+            if known[head.size] != head.data():
                 raise ArchiveMismatch(
-                    f"expected the archive's head of {size} events, found another in "
+                    f"expected the archive's head of {head.size} events, found another in "
                     f"{ledger.url}: one of them is of another history; keep both for evidence"
                 )
-            continue
-        if size <= after:
+        elif head.size <= after:
             raise ArchiveMismatch(
-                f"expected a ledger without later heads than {size} events, found one of {after} "
-                f"in {ledger.url}; import into a new ledger"
+                f"expected a ledger without later heads than {head.size} events, found one of "
+                f"{after} in {ledger.url}; import into a new ledger"
             )
-        try:
-            found.append(SignedHead.parse(note))
-        except InvalidNote as error:
-            raise ArchiveError(f"expected a signed head of {size} events, found {error}") from error
-        after = size
+        else:
+            found.append(head)
     return found
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from shiftbook.ledger.checks import Check, Status
@@ -45,8 +46,18 @@ PROMISED_S = 60.0
 FIRST_BAD_SQLITE, FIRST_GOOD_SQLITE = (3, 7, 0), (3, 51, 3)
 """SQLite in between may lose commits when two connections write and checkpoint at once."""
 
-NETWORK_FILE_SYSTEMS = ("nfs", "cifs", "smb", "9p", "lustre", "ceph", "fuse.gluster", "fuse.sshfs")
+NETWORK_FILE_SYSTEMS = (
+    *("nfs", "cifs", "smb", "9p", "afs", "ceph", "coda", "davfs", "drvfs", "lustre", "pvfs2"),
+    *("beegfs", "fhgfs", "gfs2", "gpfs", "ocfs2", "orangefs", "panfs", "wekafs"),  # of clusters
+    *("prl_fs", "vboxsf", "vmhgfs"),  # of a virtual machine's host
+    *(f"fuse.{name}" for name in ("ceph", "gcsfuse", "gluster", "juicefs", "rclone", "s3fs")),
+    *("fuse.sshfs", "fuse.vmhgfs"),
+)
 """Kinds of mount on which file locks and write-ahead logs of SQLite are not to be trusted."""
+
+LOCAL_FUSE = ("fuseblk", "fuse.ext", "fuse.fuse-overlayfs", "fuse.mergerfs", "fuse.ntfs")
+"""File systems by a program of the user that lie on this machine's disks; most others lead to
+another machine, and nothing tells which."""
 
 MOUNTS = Path("/proc/self/mountinfo")
 """Where the kernel lists mounts, see proc_pid_mountinfo(5)."""
@@ -291,31 +302,34 @@ def check_file_system(folder: Path) -> Check:
     """A ledger file belongs on a local file system."""
     kind = mount_kind(folder)
     if kind is None:
-        return Check("file system", "warning", f"unknown under {folder}", f"df -T {folder}")
+        look = f"df -T {quote(str(folder))}"
+        return Check("file system", "warning", f"unknown under {folder}", look)
     found = f"{kind} under {folder}"
-    if not kind.startswith(NETWORK_FILE_SYSTEMS):
-        return Check("file system", "ok", found)
-    return Check(
-        "file system",
-        "wrong",
-        f"{found}: locks of a network file system do not protect a ledger",
-        "export SHIFTBOOK_LEDGER=sqlite:////var/tmp/shiftbook.db (any local disk)",
-    )
+    mend = "export SHIFTBOOK_LEDGER=sqlite:////var/tmp/shiftbook.db (any local disk)"
+    if kind.startswith(NETWORK_FILE_SYSTEMS):
+        told = f"{found}: locks of a network file system do not protect a ledger"
+        return Check("file system", "wrong", told, mend)
+    if kind.startswith("fuse") and not kind.startswith(LOCAL_FUSE):
+        told = f"{found}: where it leads to another machine, its locks do not protect a ledger"
+        return Check("file system", "warning", told, mend)
+    return Check("file system", "ok", found)
 
 
 def mount_kind(folder: Path) -> str | None:
     """Kind of the file system that a folder stands on; None where the system does not say."""
     try:
-        lines = MOUNTS.read_text(encoding="utf-8").splitlines()
+        lines = MOUNTS.read_bytes().splitlines()
     except OSError:
         return None
     best, kind = -1, None
     resolved = folder.resolve()
     for line in lines:
-        left, _, right = line.partition(" - ")
-        mount = Path(left.split()[4].encode().decode("unicode_escape"))
+        left, _, right = line.partition(b" - ")
+        # Names are bytes, in which the kernel writes blanks and the like in octal digits.
+        name = re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found[1], 8)]), left.split()[4])
+        mount = Path(os.fsdecode(name))
         if resolved.is_relative_to(mount) and len(mount.parts) >= best:
-            best, kind = len(mount.parts), right.split()[0]
+            best, kind = len(mount.parts), right.split()[0].decode("ascii", "replace")
     return kind
 
 
@@ -326,7 +340,8 @@ def check_disk(folder: Path) -> Check:
     if free >= LEAST_DISK_BYTES:
         return Check("disk space", "ok", found)
     status: Status = "wrong" if free < FULL_DISK_BYTES else "warning"
-    return Check("disk space", status, found, f"make room, or use another disk: du -xsh {folder}/*")
+    look = f"du -xsh {quote(str(folder))}/*"
+    return Check("disk space", status, found, f"make room, or use another disk: {look}")
 
 
 def check_server(url: str) -> list[Check]:
@@ -363,13 +378,14 @@ def check_ledger(url: str, *, must_exist: bool, now_ns: int | None = None) -> It
             ledger.state()
     except ShiftbookError as error:
         said = " ".join(str(error).split())
-        look = f"ls -l {path}; " if path is not None else ""
-        yield Check("ledger", "wrong", said, f"{look}shiftbook log --ledger {_shown(url)}")
+        look = f"ls -l {quote(str(path))}; " if path is not None else ""
+        yield Check("ledger", "wrong", said, f"{look}shiftbook log --ledger {quote(_shown(url))}")
         return
     shown = _shown(url)
     yield Check("ledger", "ok", f"{head.size} events of {len(jobs)} jobs, head {leaf} ({shown})")
     if path is not None and not os.access(path, os.W_OK):
-        yield Check("ledger access", "warning", f"{path} may only be read", f"chmod u+w {path}")
+        mend = f"chmod u+w {quote(str(path))}"
+        yield Check("ledger access", "warning", f"{path} may only be read", mend)
     if last_ns is not None:
         yield check_clock(last_ns, time.time_ns() if now_ns is None else now_ns)
     if steps:

@@ -27,6 +27,9 @@ WRITTEN = {WRITER: (EVENTS.name,), SIGNER: (HEADS.name, NODES.name)}
 
 PRIVILEGES = ("SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER")
 
+OF_COLUMNS = ("SELECT", "INSERT", "UPDATE", "REFERENCES")
+"""Privileges that may be held on some columns of a table and not on the table."""
+
 EXAMPLE_ROLE = "shiftbook_writer"
 
 _ROLE = re.compile(r"(?!pg_)[a-z_][a-z0-9_]{0,62}")
@@ -159,30 +162,65 @@ def check_triggers(
 
 
 def grants_of(dialect: PostgresDialect, session: Session, role: str) -> dict[str, list[str]]:
-    """Privileges of a role by table of the ledger, in the order of PRIVILEGES."""
+    """Privileges of a role by table of the ledger, in the order of PRIVILEGES.
+
+    What it has on some columns alone follows, as in ``UPDATE of columns``.
+    """
+    asked = [f"has_table_privilege(%s, %s, '{name}')" for name in PRIVILEGES]
+    asked += [f"has_any_column_privilege(%s, %s, '{name}')" for name in OF_COLUMNS]
     held: dict[str, list[str]] = {}
     for table in tables_of(dialect, session):
         place = f'"{dialect.schema}"."{table}"'
-        row = session.execute(
-            f"SELECT {', '.join(['has_table_privilege(%s, %s, %s)'] * len(PRIVILEGES))}",
-            [value for name in PRIVILEGES for value in (role, place, name)],
-        ).fetchone()
-        held[table] = [name for name, has in zip(PRIVILEGES, row or (), strict=False) if has]
+        row = session.execute(f"SELECT {', '.join(asked)}", [role, place] * len(asked)).fetchone()
+        assert row is not None
+        whole = [name for name, has in zip(PRIVILEGES, row, strict=False) if has]
+        parts = zip(OF_COLUMNS, row[len(PRIVILEGES) :], strict=True)
+        held[table] = whole + [f"{n} of columns" for n, has in parts if has and n not in whole]
     return held
+
+
+def powers_through_others(
+    dialect: PostgresDialect, session: Session, role: str
+) -> Iterator[tuple[str, str]]:
+    """(other role, what it may do to the ledger) for each one that a role was made a member of.
+
+    What that one may become in turn counts too, and nothing depends on what is inherited: a member
+    can become the role.
+    """
+    rows = session.execute(
+        "SELECT d.rolname::text, m.rolname::text, m.rolsuper, m.rolcreaterole, "
+        "m.oid = c.relowner, has_schema_privilege(m.oid, c.relnamespace, 'CREATE') "
+        "FROM pg_roles r, pg_auth_members a, pg_roles d, pg_roles m, pg_class c "
+        "WHERE c.oid = to_regclass(%s) AND r.rolname = %s AND a.member = r.oid "
+        "AND a.roleid = d.oid AND pg_has_role(d.oid, m.oid, 'MEMBER') "
+        "AND (m.oid = d.oid OR NOT d.rolsuper) ORDER BY d.rolname, m.oid <> d.oid, m.rolname",
+        (f'"{dialect.schema}".{EVENTS.name}', role),
+    ).fetchall()
+    for direct, other, superuser, makes_roles, owner, creates in rows:
+        told = ["all that a superuser may"] if superuser else []
+        told += ["all that the owner may"] if owner else []
+        told += ["give itself roles"] if makes_roles and not superuser else []
+        told += [f"CREATE in schema {dialect.schema}"] if creates and not superuser else []
+        if not superuser and not owner:
+            for table, rights in grants_of(dialect, session, other).items():
+                more = [right for right in rights if not right.startswith(("SELECT", "INSERT"))]
+                told += [f"{', '.join(more)} on {table}"] if more else []
+        if told:
+            yield direct, "; ".join(told) + (f" (as {other})" if other != direct else "")
 
 
 def check_role(dialect: PostgresDialect, session: Session, role: str | None = None) -> Check:
     """The grants of a role (default: the one that connects), and whether they are too many."""
     row = session.execute(
-        "SELECT r.rolname::text, r.rolsuper, pg_has_role(r.oid, c.relowner, 'MEMBER'), "
-        "has_schema_privilege(r.oid, c.relnamespace, 'CREATE') "
+        "SELECT r.rolname::text, r.rolsuper, r.oid = c.relowner, "
+        "has_schema_privilege(r.oid, c.relnamespace, 'CREATE'), r.rolcreaterole "
         "FROM pg_roles r, pg_class c WHERE c.oid = to_regclass(%s) "
         "AND r.rolname = coalesce(%s, current_user)",
         (f'"{dialect.schema}".{EVENTS.name}', role),
     ).fetchone()
     if row is None:
         return Check("role", "wrong", f"no role {role}", f'psql -c "CREATE ROLE {role} LOGIN"')
-    name, superuser, owner, creates = row
+    name, superuser, owner, creates, makes_roles = row
     held = grants_of(dialect, session, name)
     found = f"{name}: " + "; ".join(
         f"{table} {', '.join(rights) or 'nothing'}" for table, rights in held.items()
@@ -196,6 +234,12 @@ def check_role(dialect: PostgresDialect, session: Session, role: str | None = No
             f"{found}; {what} can take the triggers away: let jobs write as another role",
             f"{mend}, then give jobs a URL with {EXAMPLE_ROLE}@",
         )
+    for other, what in powers_through_others(dialect, session, name):
+        revoke = f'psql -c "REVOKE \\"{other}\\" FROM \\"{name}\\""'
+        return Check("role", "warning", f"{found}; as a member of {other} it may: {what}", revoke)
+    if makes_roles:
+        alter = f'psql -c "ALTER ROLE \\"{name}\\" NOCREATEROLE"'
+        return Check("role", "warning", f"{found}; {name} may make roles and become them", alter)
     inserts = {table for table, rights in held.items() if "INSERT" in rights}
     signs = not inserts.isdisjoint(WRITTEN[SIGNER]) and inserts.isdisjoint(WRITTEN[WRITER])
     kind = SIGNER if signs else WRITER

@@ -145,11 +145,14 @@ def import_(
     from shiftbook.ledger.archive import import_archive
     from shiftbook.ledger.archive_file import ArchiveFile
     from shiftbook.ledger.archive_heads import HEADS_SECTION, restore_heads
+    from shiftbook.ledger.archive_history import require_history
     from shiftbook.ledger.errors import ArchiveMismatch, LedgerUnreachable
     from shiftbook.ledger.ledger import Ledger
 
     with working(f"importing {file}"), ArchiveFile.open(file) as archive:
+        # Before the ledger is made where there is none.
         archive.require_sound()
+        require_history(archive)
         begins = archive.range.first
         try:
             ledger = Ledger.open(

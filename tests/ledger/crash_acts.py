@@ -18,13 +18,21 @@ from typing import Any
 
 from shiftbook.ledger.archive import export_archive, import_archive
 from shiftbook.ledger.archive_file import ArchiveFile
-from shiftbook.ledger.errors import LedgerUnreachable, ShiftbookError, SpoolError
+from shiftbook.ledger.errors import (
+    EvidenceOutOfReach,
+    LedgerUnreachable,
+    ShiftbookError,
+    SpoolError,
+)
+from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import ExperimentForked
+from shiftbook.ledger.events.probes import DataBuilt
 from shiftbook.ledger.evidence import write_segment
 from shiftbook.ledger.head_signer import HeadSigner
 from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.publication import FileOutlet
 from shiftbook.ledger.receipt import Receipt
+from shiftbook.ledger.segment_place import LocalFolder
 from shiftbook.ledger.signing_keys import Ed25519Signer, write_signer
 from shiftbook.ledger.spool import SpoolingWriter
 from shiftbook.ledger.tiles import write_tiles
@@ -35,7 +43,8 @@ WHEN = 400
 APPENDS = 3
 TRIES = 2
 KEY = Ed25519Signer("example.com/runs", bytes(range(32)))
-ROWS = [{"n": list(range(start, start + 50))} for start in range(3)]
+ROWS = [{"index": [*range(n, n + 50)], "digest": [f"{n:032x}"] * 50} for n in range(3)]
+"""Of the segments of a data set, see DataBuilt."""
 
 Tell = Callable[[str], None]
 
@@ -136,34 +145,84 @@ def evidence(folder: Path, tell: Tell) -> None:
         tried(tell, f"segment {number}", lambda rows=rows: write_segment(folder / "segments", rows))
 
 
-def spool(folder: Path, tell: Tell) -> None:
+class Away:
+    """A ledger and a store of evidence that are both out of reach until they are back."""
+
+    def __init__(self, ledger: Ledger, store: Path) -> None:
+        self.over = False
+        self._ledger = ledger
+        self._store = LocalFolder(store)
+
+    def append(self, job: str, events: Any, *, key: str | None = None) -> Receipt:
+        """``Ledger.append``."""
+        if not self.over:
+            raise LedgerUnreachable("the ledger is away")
+        return self._ledger.append(job, events, key=key)
+
+    def where(self, sha256: str) -> str:
+        """Path of a segment in the store."""
+        return self._store.where(sha256)
+
+    def get(self, sha256: str) -> bytes | None:
+        """A segment that is in the store."""
+        self._reach()
+        return self._store.get(sha256)
+
+    def put(self, sha256: str, data: bytes) -> None:
+        """Give a segment to the store."""
+        self._reach()
+        self._store.put(sha256, data)
+
+    def settle(self) -> None:
+        """Make durable what the store was given: nothing while it is away."""
+        if self.over:
+            self._store.settle()
+
+    def _reach(self) -> None:
+        if not self.over:
+            raise EvidenceOutOfReach("the store is away")
+
+
+def spooled_batch(number: int, segments: Any) -> list[Event]:
+    """The events of a record, the first with a segment where there is a place for it."""
+    if segments is None:
+        return [*batch(number)]
+    segment = write_segment(segments, ROWS[number])
+    named = DataBuilt(
+        attempt="a", dataset_digest="d", tokenizer_digest="t", size=number, segment=segment
+    )
+    return [named, *batch(number)]
+
+
+def spool(folder: Path, tell: Tell, *, evidence: bool = False) -> None:
     """Record through an outage, and empty the spool when it is over."""
     ledger = tried(tell, "open", lambda: Ledger.open(f"sqlite:///{folder}/ledger.db"))
     if ledger is None:
         return
-    away = True
+    away = Away(ledger, folder / "ledger.db.evidence")
 
-    def door(job: str, events: Any, *, key: str | None = None) -> Receipt:
-        if away:
-            raise LedgerUnreachable("the ledger is away")
-        return ledger.append(job, events, key=key)
+    def record(number: int) -> None:
+        events = spooled_batch(number, writer.segments if evidence else None)
+        writer.record("job", events, key=f"crash {number}")
 
     def drain() -> None:
         left = writer.drain()
         if left.waiting or left.rejected:
             raise SpoolError(f"expected an empty spool, found {left}")
 
-    writer = SpoolingWriter(door, folder / "spool", writer="w")
+    place = away if evidence else None
+    writer = SpoolingWriter(away.append, folder / "spool", writer="w", evidence=place)
     for number in range(APPENDS):
-        tried(
-            tell,
-            f"append {number}",
-            lambda number=number: writer.record("job", batch(number), key=f"crash {number}"),
-        )
-    away = False
+        tried(tell, f"append {number}", lambda number=number: record(number))
+    away.over = True
     tried(tell, "drain", drain)
     writer.close()
     ledger.close()
+
+
+def segments(folder: Path, tell: Tell) -> None:
+    """The same with segments, whose store is away too: they are kept and brought to it."""
+    spool(folder, tell, evidence=True)
 
 
 def key(folder: Path, tell: Tell) -> None:
@@ -178,6 +237,7 @@ ACTS: dict[str, Callable[[Path, Tell], None]] = {
     "export": export,
     "import": import_,
     "key": key,
+    "segments": segments,
     "sign": sign,
     "spool": spool,
     "tiles": tiles,
@@ -209,16 +269,17 @@ def idle_calls() -> Iterator[dict[str, Callable[[], None]]]:
     os.close(null)
 
 
-def run(act: str, call: str, number: int, template: Path, folder: Path) -> int:
-    """Do an act in a child, in a copy of the template, and have its n-th call fail; wait status.
+def run(act: str, call: str, number: int, template: Path, folder: Path) -> None:
+    """Do an act in a child, in a copy of the template, and have its n-th call fail.
 
-    ``number`` 0 has none fail.
+    ``number`` 0 has none fail. The folder tells the child's number and its wait status.
     """
     shutil.copytree(template, folder)
     pid = os.fork()
     if pid:
         (folder / "pid").write_text(str(pid))
-        return os.waitpid(pid, 0)[1]
+        (folder / "status").write_text(str(os.waitpid(pid, 0)[1]))
+        return
     told = os.open(folder / "told", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     try:
         with idle_calls() as idle:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import site
 import subprocess
@@ -110,6 +111,8 @@ MOUNTS = """\
 30 22 0:40 / /mnt/team rw,relatime - nfs4 server:/team rw,vers=4.2
 31 22 0:41 / /mnt/my\\040disk rw - cifs //server/share rw
 32 30 0:42 / /mnt/team/local rw - xfs /dev/vdb rw
+33 22 0:43 / /mnt/données rw - nfs4 server:/données rw
+34 22 0:44 / /mnt/back\\134slash rw - nfs4 server:/b rw
 """
 
 
@@ -122,6 +125,8 @@ MOUNTS = """\
         ("/mnt/my disk/x", "cifs"),
         ("/mnt/team/local/x", "xfs"),
         ("/mnt/teamwork", "ext4"),
+        ("/mnt/données/x", "nfs4"),
+        ("/mnt/back\\slash/x", "nfs4"),
     ],
 )
 def test_network_file_systems_by_the_longest_mount(
@@ -134,6 +139,46 @@ def test_network_file_systems_by_the_longest_mount(
     check = health.check_file_system(Path(folder))
     assert check.status == ("wrong" if kind in ("nfs4", "cifs") else "ok")
     assert bool(check.fix) == (check.status == "wrong")
+
+
+def test_a_mount_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "mountinfo"
+    table.write_bytes(MOUNTS.encode() + b"35 22 0:45 / /mnt/\xff rw - nfs server:/b rw\n")
+    monkeypatch.setattr(health, "MOUNTS", table)
+    assert health.mount_kind(Path(os.fsdecode(b"/mnt/\xff/x"))) == "nfs"
+    assert health.mount_kind(Path("/mnt/team")) == "nfs4"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [
+        *((kind, "ok") for kind in ("ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk")),
+        *((kind, "ok") for kind in ("fuse.fuse-overlayfs", "fuse.mergerfs")),
+        *((kind, "wrong") for kind in ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre")),
+        *((kind, "wrong") for kind in ("gpfs", "beegfs", "wekafs", "vboxsf")),
+        *((kind, "wrong") for kind in ("fuse.sshfs", "fuse.glusterfs", "fuse.s3fs")),
+        *((kind, "wrong") for kind in ("fuse.juicefs", "fuse.gcsfuse", "fuse.ceph")),
+        *((kind, "warning") for kind in ("fuse", "fuse.lately")),
+    ],
+)
+def test_kinds_of_file_systems(
+    kind: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mountinfo").write_text(f"22 1 0:1 / / rw - {kind} none rw\n", encoding="utf-8")
+    monkeypatch.setattr(health, "MOUNTS", tmp_path / "mountinfo")
+    check = health.check_file_system(tmp_path)
+    assert (check.status, bool(check.fix)) == (status, status != "ok")
+
+
+def test_commands_that_mend_name_a_path_with_blanks_as_one_word(tmp_path: Path) -> None:
+    folder = tmp_path / "my runs; x"
+    folder.mkdir()
+    path = folder / "book.db"
+    path.write_bytes(b"no ledger")
+    look, _, log = doctor(path)["ledger"]["fix"].partition("; shiftbook")
+    assert shlex.split(look) == ["ls", "-l", str(path)]
+    assert str(path) in shlex.split(log)[-1]
+    assert health.check_disk(folder).status in ("ok", "warning", "wrong")
 
 
 def test_a_link_is_followed_to_where_the_file_is(tmp_path: Path) -> None:

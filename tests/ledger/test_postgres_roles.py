@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import shlex
 
 import psycopg
 import pytest
@@ -131,6 +132,8 @@ def test_doctor_says_what_a_role_may_do(postgres_url: str, role: str) -> None:
         ("GRANT INSERT ON meta TO {role}", "INSERT on meta"),
         ("GRANT CREATE ON SCHEMA {schema} TO {role}", "CREATE in schema"),
         ("GRANT DELETE ON events TO PUBLIC", "DELETE on events"),
+        ("GRANT UPDATE (data, leaf) ON events TO {role}", "UPDATE of columns on events"),
+        ("GRANT INSERT (size) ON heads TO PUBLIC", "INSERT of columns on heads"),
         ("ALTER TABLE events OWNER TO {role}", "the owner"),
     ],
 )
@@ -147,6 +150,67 @@ def test_doctor_finds_a_grant_too_many_and_mends_it(
         return  # the table has to be given back by hand
     assert run("doctor", "--ledger", postgres_url, "--grant", role).exit_code == 0
     assert checks(run("doctor", "--ledger", url, "--format", "json"))["role"]["status"] == "ok"
+
+
+THROUGH = {
+    "a role that may change": (
+        "GRANT UPDATE, DELETE ON events TO {other}; GRANT {other} TO {role}",
+        "UPDATE, DELETE on events",
+    ),
+    "one of another": (
+        "GRANT TRUNCATE ON heads TO {other}; CREATE ROLE {other}2; "
+        "GRANT {other} TO {other}2; GRANT {other}2 TO {role}",
+        "TRUNCATE on heads",
+    ),
+    "the owner": ("ALTER TABLE events OWNER TO {other}; GRANT {other} TO {role}", "the owner"),
+    "a superuser": ("ALTER ROLE {other} SUPERUSER; GRANT {other} TO {role}", "a superuser"),
+    "one that makes roles": ("ALTER ROLE {other} CREATEROLE; GRANT {other} TO {role}", "roles"),
+    "one that makes tables": (
+        "GRANT CREATE ON SCHEMA {schema} TO {other}; GRANT {other} TO {role}",
+        "CREATE in schema",
+    ),
+    "the server's own": ("GRANT pg_write_all_data TO {role}", "UPDATE, DELETE on events"),
+    "by itself": ("ALTER ROLE {role} CREATEROLE", "may make roles"),
+}
+
+
+@pytest.mark.parametrize("inherits", ["INHERIT", "NOINHERIT"])
+@pytest.mark.parametrize("name", THROUGH)
+def test_doctor_finds_what_a_role_may_become_and_mends_it(
+    postgres_url: str, role: str, name: str, inherits: str
+) -> None:
+    """A role that is a member of another can become it, whether it inherits its rights or not."""
+    other, schema = f"other_{secrets.token_hex(4)}", postgres_url.rpartition("schema=")[2]
+    statements, told = THROUGH[name]
+    for statement in (
+        f"CREATE ROLE {other}",
+        f"ALTER ROLE {role} {inherits}",
+        *statements.format(role=role, other=other, schema=schema).split("; "),
+    ):
+        assert run_sql(postgres_url, statement) is None
+    url, mended = as_role(postgres_url, role), []
+    for _ in range(3):
+        row = checks(run("doctor", "--ledger", url, "--format", "json"))["role"]
+        if row["status"] == "ok":
+            break
+        assert told in row["found"]
+        mended = shlex.split(row["fix"])
+        assert mended[:2] == ["psql", "-c"], row
+        assert run_sql(postgres_url, mended[2]) is None, row
+    assert row["status"] == "ok", row
+    assert mended
+
+
+def test_a_group_that_reads_is_no_power(postgres_url: str, role: str) -> None:
+    group = f"readers_{secrets.token_hex(4)}"
+    for statement in (
+        f"CREATE ROLE {group}",
+        f"GRANT SELECT ON events TO {group}",
+        f"GRANT {group} TO {role}",
+    ):
+        assert run_sql(postgres_url, statement) is None
+    row = checks(run("doctor", "--ledger", as_role(postgres_url, role), "--format", "json"))["role"]
+    assert row["status"] == "ok"
 
 
 @pytest.mark.parametrize(
