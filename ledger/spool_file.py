@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shiftbook.ledger.canonical import decode, encode
 from shiftbook.ledger.durable import sync_path
@@ -23,8 +23,14 @@ from shiftbook.ledger.envelope import Draft
 from shiftbook.ledger.errors import InvalidEvent, SpoolError
 from shiftbook.ledger.events.base import parse
 
+T = TypeVar("T")
+
 CHECK_DIGITS = 16
 """Hex digits of the SHA-256 before each record: enough against torn and rotten bytes."""
+
+MAX_TRIES = 50_000
+"""Pieces of a damaged line that are tried as a record. Two records whose break has rotted take as
+many as they have braces; a line of beginnings and ends alone would take the square of them."""
 
 LINE_START = re.compile(rb"(?=[0-9a-f]{%d} \{)" % CHECK_DIGITS)
 """Where a record may begin inside a line, once the byte that ended the one before it has rotted."""
@@ -72,20 +78,42 @@ class Record:
             raise InvalidEvent("expected a line that matches its checksum")
         value = decode(data)
         try:
-            drafts = tuple(_draft(item) for item in value["drafts"])
-            return cls(value["job"], value["key"], drafts, tuple(value.get("segments", ())))
+            segments = value.get("segments", [])
+            if not all(isinstance(where, str) for where in _kind(segments, list)):
+                raise TypeError("segments")
+            drafts = tuple(_draft(item) for item in _kind(value["drafts"], list))
+            record = cls(
+                _kind(value["job"], str), _kind(value["key"], str), drafts, tuple(segments)
+            )
         except (KeyError, TypeError) as error:
             raise InvalidEvent(f"expected the fields of a record ({error})") from error
+        if not record.drafts or not record.job or not record.key:
+            raise InvalidEvent("expected a record with a job, a key and an event")
+        return record
 
 
 def _draft(item: dict[str, Any]) -> Draft:
+    """A draft as it was spooled; its checksum is no proof that a writer of ours did."""
+    numbers = [None if item[name] is None else _kind(item[name], int) for name in _NUMBERS]
+    if not all(number is None or 0 <= number < 1 << 63 for number in numbers):
+        raise TypeError(f"{' and '.join(_NUMBERS)} of at most 63 bits")
     return Draft(
-        event=parse(item["type"], item["schema"], item["body"]),
-        operation=item["operation"],
-        cause=item["cause"],
-        occurred_ns=item["occurred_ns"],
-        writer=item["writer"],
+        event=parse(_kind(item["type"], str), _kind(item["schema"], int), item["body"]),
+        operation=None if item["operation"] is None else _kind(item["operation"], str),
+        cause=numbers[0],
+        occurred_ns=numbers[1],
+        writer=None if item["writer"] is None else _kind(item["writer"], str),
     )
+
+
+_NUMBERS = ("cause", "occurred_ns")
+
+
+def _kind(value: Any, wanted: type[T]) -> T:
+    """A value of exactly that type; raise TypeError."""
+    if type(value) is not wanted:
+        raise TypeError(f"{value!r:.60} is no {wanted.__name__}")
+    return value
 
 
 def _check(data: bytes) -> bytes:
@@ -106,10 +134,14 @@ def _records(line: bytes) -> tuple[list[tuple[Record, int]], str | None]:
     found: list[tuple[Record, int]] = []
     starts = sorted({0, *(match.start() for match in LINE_START.finditer(line))})
     ends = [match.end() for match in re.finditer(rb"\}", line)]
+    tries = 0
     for start in starts:
         if found and start <= found[-1][1]:
             continue  # text inside of the record before
         for end in ends[bisect_right(ends, start) :]:
+            tries += 1
+            if tries > MAX_TRIES:
+                return found, f"{wrong}; no more than {MAX_TRIES} pieces of it were tried"
             with contextlib.suppress(InvalidEvent):
                 found.append((Record.parse(line[start:end]), end))
                 break

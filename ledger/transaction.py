@@ -10,7 +10,7 @@ from shiftbook.ledger.canonical import decode, encode, leaf_hash
 from shiftbook.ledger.dialect import Connection, Dialect
 from shiftbook.ledger.envelope import StoredEvent, serialise
 from shiftbook.ledger.errors import IdempotencyConflict, InvalidEvent, VersionConflict
-from shiftbook.ledger.events.base import lifted
+from shiftbook.ledger.events.base import Event, lifted
 from shiftbook.ledger.group_commit import Item, Request
 from shiftbook.ledger.receipt import Receipt
 from shiftbook.ledger.tables import Statement, Statements, one
@@ -120,6 +120,8 @@ class Transaction:
             if named != (writer, operation):
                 _refuse_names(writer, operation)
                 named = writer, operation
+            if cause is not None or occurred_ns is not None:
+                _refuse_numbers(event, cause, occurred_ns, position)
             last = sequences.get(writer)
             sequence = (self.sequence(writer) if last is None else last) + 1
             if own_sequence is not None and own_sequence != sequence:
@@ -245,9 +247,25 @@ class Transaction:
         self._known.sequences.update(self._sequences)
 
 
+def _refuse_numbers(event: Event, cause: object, occurred_ns: object, position: int) -> None:
+    """Raise InvalidEvent for what the verifier would hold against the ledger for ever."""
+    if cause is not None and not (type(cause) is int and 0 <= cause < position):
+        raise InvalidEvent(
+            f"{event.type_()}: expected as its cause the position of an event before it, from 0 to "
+            f"{position - 1}, found {cause!r:.60}; give the position of an earlier receipt, or None"
+        )
+    if occurred_ns is not None and not (type(occurred_ns) is int and 0 <= occurred_ns < 1 << 63):
+        raise InvalidEvent(
+            f"{event.type_()}: expected as occurred_ns a number of nanoseconds since 1970, found "
+            f"{occurred_ns!r:.60}; give time.time_ns(), or None for now"
+        )
+
+
 def _refuse_names(*names: str | None) -> None:
     """Raise InvalidEvent for names that not every store can hold in its columns and indexes."""
     for name in names:
+        if name is not None and not isinstance(name, str):
+            raise InvalidEvent(f"expected names and keys that are text, found {name!r:.60}")
         if name is not None and ("\0" in name or len(name.encode()) > MAX_NAME_BYTES):
             raise InvalidEvent(
                 f"expected names and keys of at most {MAX_NAME_BYTES} bytes without a NUL "

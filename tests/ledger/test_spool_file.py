@@ -2,17 +2,20 @@
 is lost is named.
 
 Method: every byte of a file of records is changed, by a bit and into ends of a line, and the ends
-of lines into every other byte; system calls fail one after the other.
+of lines into every other byte; lines have the right checksum and say what no writer wrote; system
+calls fail one after the other.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from shiftbook.ledger import spool_file
@@ -23,6 +26,7 @@ from shiftbook.ledger.ledger import Ledger
 from shiftbook.ledger.receipt import Receipt
 from shiftbook.ledger.spool import SpoolingWriter, drain_leftovers
 from shiftbook.ledger.spool_file import Record, SpoolFile
+from shiftbook.verify.verdict import verify
 
 TEXTS = ("plain", "a\rb\x0bc\x85d\u2028e", "é", "0123456789abcdef {", "last")
 """Reasons with what other programs take for the end of a line, and with what begins one here."""
@@ -158,6 +162,96 @@ def test_an_append_that_can_neither_be_written_nor_cut_is_a_spool_error(
     file.add(RECORDS[3:4])  # what was left is cut off before
     assert file.read() == ([RECORDS[0], RECORDS[3]], ())
     file.close()
+
+
+HONEST: dict[str, Any] = {
+    "job": "job",
+    "key": "k",
+    "drafts": [
+        {
+            "type": "ExperimentForked", "schema": 1, "body": {"parent": "p", "reason": "r"},
+            "operation": None, "cause": None, "occurred_ns": 1, "writer": "w",
+        }
+    ],
+}  # fmt: skip
+
+
+def lie(**changes: Any) -> dict[str, Any]:
+    """The honest record with other values in its only draft."""
+    return {**HONEST, "drafts": [{**HONEST["drafts"][0], **changes}]}
+
+
+LIES: dict[str, Any] = {
+    **{f"job {value!r}": {**HONEST, "job": value} for value in (5, None, "", [])},
+    **{f"key {value!r}": {**HONEST, "key": value} for value in (5, None, "", [])},
+    **{f"drafts {value!r}": {**HONEST, "drafts": value} for value in ([], {}, None, "x", ["x"])},
+    **{f"segments {value!r}": {**HONEST, "segments": value} for value in (5, "x", None, [5])},
+    **{f"type {value!r}": lie(type=value) for value in (5, None, [])},
+    **{f"schema {value!r}": lie(schema=value) for value in ("1", True, None, [])},
+    **{f"body {value!r}": lie(body=value) for value in (5, None, [], {"more": 1})},
+    **{f"operation {value!r}": lie(operation=value) for value in (5, [])},
+    **{f"writer {value!r}": lie(writer=value) for value in (5, [])},
+    **{f"cause {value!r}": lie(cause=value) for value in ("x", -1, True, 1.5, 2**63)},
+    **{f"occurred_ns {value!r}": lie(occurred_ns=value) for value in ("x", -1, 1.5, 2**63)},
+    "no field": {},
+    "a list": [1],
+    "a number": 5,
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_line_that_no_writer_wrote_is_set_aside_alone(tmp_path: Path, name: str) -> None:
+    """Its checksum is right: anybody can compute it. Other records and writers do not wait."""
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    data = orjson.dumps(LIES[name])
+    check = hashlib.sha256(data).hexdigest()[: spool_file.CHECK_DIGITS].encode()
+    (folder / "w.spool").write_bytes(LINES[0] + check + b" " + data + b"\n" + LINES[1])
+    (folder / "x.spool").write_bytes(LINES[2])
+    url = f"sqlite:///{tmp_path}/ledger.db"
+    with Ledger.open(url) as ledger:
+        done = drain_leftovers(ledger.append, folder)
+        keys = [event.key for event in ledger.read(types=["ExperimentForked"])]
+    assert keys == ["k0", "k1", "k2"]
+    assert [left.waiting for left in done.values()] == [0, 0]
+    (told,) = done["w"].rejected
+    assert told.startswith(f"line 2 of {folder / 'w.spool'}: ")
+    assert [path.name for path in folder.iterdir()] == ["w.spool.damaged"]
+    assert verify(url, integrity_only=True).exit_code == 0
+
+
+def test_a_cause_that_is_no_earlier_event_is_set_aside(tmp_path: Path) -> None:
+    """Only the ledger knows that: it refuses the event as any other."""
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    draft = Draft(ExperimentForked(parent="p", reason="r"), occurred_ns=1, writer="w", cause=99)
+    (folder / "w.spool").write_bytes(Record("job", "k", (draft,)).line() + LINES[0])
+    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+        (told,) = drain_leftovers(ledger.append, folder)["w"].rejected
+        assert [event.key for event in ledger.read(types=["ExperimentForked"])] == ["k0"]
+    assert "expected as its cause" in told
+
+
+def test_a_line_of_beginnings_and_ends_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else whoever can write the folder keeps all writers from their ledger for hours."""
+    path = tmp_path / "w.spool"
+    path.write_bytes(LINES[0] + b"0123456789abcdef {}" * 500 + b"\n" + LINES[1])
+    monkeypatch.setattr(spool_file, "MAX_TRIES", 300)
+    tried: list[int] = []
+    parse = Record.parse
+
+    def counted(line: bytes) -> Record:
+        tried.append(len(line))
+        return parse(line)
+
+    monkeypatch.setattr(Record, "parse", counted)
+    found, faults = read(path)
+    assert found == [RECORDS[0], RECORDS[1]]
+    (fault,) = faults
+    assert "no more than 300 pieces" in fault
+    assert len(tried) <= 300 + 3
 
 
 def test_a_spool_that_cannot_be_read_copied_or_removed_is_a_spool_error(

@@ -362,6 +362,37 @@ def test_a_wrong_url_names_those_that_work(text: str) -> None:
     assert "user@" not in str(caught.value)
 
 
+WRONG: dict[str, dict[str, object]] = {
+    **{f"cause {value!r}": {"cause": value} for value in (2, 99, -1, 2**63, "0", True, 0.0)},
+    **{
+        f"occurred_ns {value!r}": {"occurred_ns": value}
+        for value in (-1, 2**63, 1.5, "1", True, float("nan"))
+    },
+    **{f"operation {value!r}": {"operation": value} for value in (5, b"x", [])},
+    **{f"writer {value!r}": {"writer": value} for value in (5, b"x", ["w"])},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_the_verifier_would_hold_against_the_ledger_is_refused(url: str, name: str) -> None:
+    """Nothing can be taken out again, so nothing is taken in; the whole batch is left out."""
+    with Ledger.open(url) as ledger:
+        ledger.append("a", fork())
+        with pytest.raises(errors.InvalidEvent, match="expected"):
+            ledger.append("a", [fork(), Draft(fork(), **WRONG[name])])  # type: ignore[arg-type]
+        assert ledger.append("a", [fork(), Draft(fork(), cause=1, occurred_ns=0)]).first == 1
+
+
+@pytest.mark.parametrize("value", [5, b"x", [], 1.5])
+def test_names_that_are_no_text_are_refused(url: str, value: object) -> None:
+    with Ledger.open(url) as ledger:
+        with pytest.raises(errors.InvalidEvent, match="text"):
+            ledger.append(value or [5], fork())  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidEvent, match=r"text|key"):
+            ledger.append("a", fork(), key=value)  # type: ignore[arg-type]
+        assert ledger.append("a", fork()).first == 0
+
+
 def test_a_newer_schema_is_refused(url: str) -> None:
     Ledger.open(url).close()
     run_sql(url, "UPDATE meta SET value = '99' WHERE name = 'storage_schema'")
