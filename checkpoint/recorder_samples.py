@@ -65,6 +65,9 @@ class Consumed:
     virtual_rank: int = 0
     version_min: int | None = None
     """Oldest weights in its tokens, where an earlier life generated it (a restored buffer)."""
+    old: Any = None
+    """Proximal log-probabilities, which the ratio is taken against, one for each token; None: the
+    loss has no ratio, or makes them itself."""
 
 
 Columns = dict[str, list[Any]]
@@ -320,6 +323,10 @@ def consumed_event(
         mask_digest=[None if mask is None else mask.digest for mask in masks],
         logp_digest=[
             None if s.logps is None else _logp_digest(s.logps, mask)
+            for s, mask in zip(samples, masks, strict=True)
+        ],
+        proximal_digest=[
+            None if s.old is None else _logp_digest(s.old, mask)
             for s, mask in zip(samples, masks, strict=True)
         ],
     )

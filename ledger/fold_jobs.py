@@ -127,6 +127,16 @@ def _registered(state: Shared, job: JobState, stored: StoredEvent, event: Event)
     job.registered[event.bundle] = event
 
 
+@on(state_events.CheckpointRestored)
+def _restored(state: Shared, job: JobState, stored: StoredEvent, event: Event) -> None:
+    """A loop may go back to an older bundle without a new attempt: the policy is the bundle's."""
+    assert isinstance(event, state_events.CheckpointRestored)
+    if event.attempt == job.attempt:
+        job.iteration = event.iteration
+        job.policy_version = event.policy_version
+        job.policy_fingerprint = event.parts.get("model", job.policy_fingerprint)
+
+
 @on(training.UpdateApplied)
 def _updated(state: Shared, job: JobState, stored: StoredEvent, event: Event) -> None:
     assert isinstance(event, training.UpdateApplied)

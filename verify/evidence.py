@@ -63,7 +63,7 @@ OPTIONAL: Mapping[str, Mapping[str, type]] = {
         "begun": int,
         "ended": int,
     },
-    "BatchConsumed": {"mask_digest": str, "logp_digest": str},
+    "BatchConsumed": {"mask_digest": str, "logp_digest": str, "proximal_digest": str},
 }
 """Columns that a writer may leave out, and rows without a value there, which have null (None).
 

@@ -84,6 +84,8 @@ class Sample:
     reward: float | None = None
     reward_tokens: str | None = None
     consumed: tuple[int, ...] = ()
+    proximal: str | None = None
+    """Digest of what the ratio was taken against as it was first consumed."""
     dropped: int | None = None
     unknown: str | None = None
     """Why its record is not known (its rows are missing, or they were let go before a restore)."""
@@ -424,9 +426,11 @@ class Track:
             self._blind(event.iteration, "rows of BatchConsumed cannot be read")
             self.pending.unknown = "rows of BatchConsumed cannot be read"
             return
-        for uid in rows["uid"]:
+        proximal = rows.get("proximal_digest") or [None] * len(rows)
+        for uid, against in zip(rows["uid"], proximal, strict=True):
             sample = self.samples.get(uid)
             if sample is not None:
+                sample.proximal = sample.proximal if sample.consumed else against
                 sample.consumed = (*sample.consumed, at)
         for rank, group in zip(rows["virtual_rank"], rows["group"], strict=True):
             self.pending.groups_by_rank.setdefault(rank, set()).add(group)

@@ -80,9 +80,9 @@ class SamplesDropped(Event):
 
 class BatchConsumed(Event):
     """Samples as an update consumed them; rows uid, token_digest, reward, advantage, group,
-    virtual_rank, tokens stand in the segment, and where they are recorded mask_digest and
-    logp_digest (of the behaviour log-probabilities that the loss used); null for a sample
-    without."""
+    virtual_rank, tokens stand in the segment, and where they are recorded mask_digest,
+    logp_digest (of the behaviour log-probabilities that the loss used) and proximal_digest (of
+    those that its ratio is taken against); null for a sample without."""
 
     schema_ = 2  # the segment names the types of its columns
 

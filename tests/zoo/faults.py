@@ -95,6 +95,7 @@ def load_all() -> dict[str, Fault]:
     """Import every module that registers faults; all of them by name."""
     import tests.zoo.faults_data
     import tests.zoo.faults_groups
+    import tests.zoo.faults_losses
     import tests.zoo.faults_packing
     import tests.zoo.faults_state
     import tests.zoo.faults_sync

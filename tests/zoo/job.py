@@ -452,6 +452,7 @@ class Job:
                     logps=batch.engine[row, : batch.lengths[row]],
                     virtual_rank=virtual_rank,
                     version_min=batch.versions[row],
+                    old=batch.old[row, : batch.lengths[row]],
                 )
                 for virtual_rank, micro in batches.items()
                 for batch in micro

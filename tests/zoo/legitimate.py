@@ -16,15 +16,16 @@ from shiftbook.ledger.ledger import Ledger
 from tests.zoo import job as job_module
 from tests.zoo import legitimate_batches as _batches  # noqa: F401 - it registers variants
 from tests.zoo import legitimate_groups as _groups  # noqa: F401 - it registers one
+from tests.zoo import legitimate_losses as _losses  # noqa: F401 - it registers variants
 from tests.zoo import storage
 from tests.zoo.engine import Engine
-from tests.zoo.job import Job
+from tests.zoo.job import REQUIRED, Job
 from tests.zoo.loader import DATASET, GROUP, Loader
 from tests.zoo.model import Tensors
 from tests.zoo.now import NOW
 from tests.zoo.patching import Patcher
 from tests.zoo.straddling import straddle
-from tests.zoo.trainer import Trainer
+from tests.zoo.trainer import Batch, Trainer
 from tests.zoo.variants import VARIANTS, Variant, shaped, variant
 
 WIDE = {"I16": 5.0, "I16.tokens": 1.0}
@@ -302,14 +303,20 @@ def _caches_kept(p: Patcher) -> None:
     plan={
         "update": {"epochs_per_batch": 2},
         "sampling": {"staleness_bound": 1},
+        "required_invariants": (*REQUIRED, "I16.proximal"),
     },
 )
 def _two_passes(p: Patcher) -> None:
     def optimize(original: Any, self: Job, iteration: int, batches: Any) -> None:
         original(self, iteration, batches)
+        between_passes(self, batches)
         original(self, iteration, batches)
 
     p.wrap(Job, "optimize", optimize)
+
+
+def between_passes(job: Job, batches: dict[int, list[Batch]]) -> None:
+    """What a loop does between two passes over a batch: nothing here."""
 
 
 @variant("the second life goes back to an older checkpoint after a bad loss")

@@ -81,6 +81,12 @@ def plain(held: list[tuple[Made, float, int]]) -> list[list[Any]]:
 
 @variant("two samples share a row: positions begin anew in it, and no state goes over")
 def _packed(p: Patcher) -> None:
+    share_rows(p)
+
+
+def share_rows(p: Patcher) -> None:
+    """Pack the rows of each batch for the trainer's forward."""
+
     def collate(original: Any, self: Job, members: list[Made]) -> Any:
         packing.remember(self, members)
         return original(self, members)

@@ -55,6 +55,11 @@ def logical(tensors: Mapping[str, torch.Tensor], *, tied: bool = False) -> Tenso
     return named
 
 
+def distribution(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities over the vocabulary."""
+    return torch.log_softmax(logits, dim=-1)
+
+
 def forward(
     model: Mapping[str, torch.Tensor],
     buffer: torch.Tensor,
@@ -78,6 +83,6 @@ def forward(
         if keep is not None:
             z = z * keep[:, t]
         logits = (h + z @ w["down"].T) @ w["embed"].T
-        logp = torch.log_softmax(logits, dim=-1)
+        logp = distribution(logits)
         columns.append(logp.gather(1, tokens[:, t + 1 : t + 2])[:, 0])
     return torch.stack(columns, dim=1)

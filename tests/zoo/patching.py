@@ -23,12 +23,16 @@ class Patcher:
     def wrap(self, owner: Any, name: str, wrapper: Wrapper) -> None:
         """Stand ``wrapper(original, ...)`` in for ``owner.name``."""
         original = getattr(owner, name)
-        self._done.append((owner, name, vars(owner).get(name, INHERITED)))
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             return wrapper(original, *args, **kwargs)
 
-        setattr(owner, name, stand_in)
+        self.put(owner, name, stand_in)
+
+    def put(self, owner: Any, name: str, value: Any) -> None:
+        """Stand ``value`` in for ``owner.name``."""
+        self._done.append((owner, name, vars(owner).get(name, INHERITED)))
+        setattr(owner, name, value)
 
     def undo(self) -> None:
         """Put everything back."""

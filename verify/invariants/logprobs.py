@@ -7,6 +7,7 @@ from typing import ClassVar
 from shiftbook.ledger.events.job import AttemptStarted
 from shiftbook.ledger.events.probes import LogProbsReplayed
 from shiftbook.ledger.events.training import BatchConsumed, SamplesGenerated, UpdateApplied
+from shiftbook.ledger.plan import Plan
 from shiftbook.verify.invariants.base import End, Invariant, Step, short
 from shiftbook.verify.invariants.linkage import supervised
 
@@ -34,7 +35,9 @@ class LogProbsReplay(Invariant):
     training does can have widened it, and within MOST_NOISE. A calibration is no check. ``used``:
     the loss uses the engine's own values, bit for bit. ``loss``: where the loss is taken under the
     weights that sampled, its own log-probabilities lie as near to the engine's; where nothing was
-    declared or calibrated, within MOST_NOISE.
+    declared or calibrated, within MOST_NOISE. ``proximal``: where each batch is passed over several
+    times, every pass takes its ratio against the values of the first one, bit for bit; out of a
+    replay buffer, samples may be scored anew at each use.
     """
 
     id = "I16"
@@ -55,6 +58,10 @@ class LogProbsReplay(Invariant):
         "loss": (
             "log-probabilities inside the loss lie near the engine's",
             "UpdateApplied.logp_gap (update.gap)",
+        ),
+        "proximal": (
+            "each pass over a batch takes its ratio against the same log-probabilities",
+            "proximal_digest in the rows of BatchConsumed (Consumed.old)",
         ),
     }
 
@@ -80,6 +87,7 @@ class LogProbsReplay(Invariant):
                 self._transform(step, step.event)
             case BatchConsumed():
                 self._used(step)
+                self._proximal(step)
             case _:
                 pass
 
@@ -231,6 +239,39 @@ class LogProbsReplay(Invariant):
                 aspect="used",
             )
 
+    def _proximal(self, step: Step) -> None:
+        """Hold what a later pass takes its ratio against to what the first pass did."""
+        if _one_pass(step.plan) is not None:
+            return
+        if step.rows is None or step.rows.problem:
+            self.missing("rows of BatchConsumed cannot be read", "proximal")
+            return
+        against = step.rows.get("proximal_digest") or [None] * len(step.rows)
+        wrong = []
+        for uid, digest in zip(step.rows["uid"], against, strict=True):
+            sample = step.track.samples.get(uid)
+            if sample is None or not sample.consumed:
+                continue  # the first pass says what it is; what was not drawn is I10's business
+            if digest is None or sample.proximal is None:
+                why = "consumed rows carry no log-probabilities that the ratio is taken against"
+                self.missing(sample.unknown or why, "proximal")
+                continue
+            self.passed(1, "proximal")
+            if digest != sample.proximal:
+                wrong.append((uid, sample.proximal, digest, sample.consumed[0]))
+        if wrong:
+            uid, expected, digest, at = wrong[0]
+            self.flag(
+                step.at,
+                expected=f"{uid}: a ratio against {short(expected)}, as in the first pass",
+                found=f"against {short(digest)} ({len(wrong)} samples)",
+                cause="log-probabilities were computed anew between two passes over a batch: the "
+                "ratio begins at 1 again, and the clip bounds each pass and not the batch",
+                action="Score the batch once, before its first pass, and keep the values.",
+                others=(at,),
+                aspect="proximal",
+            )
+
     def close(self, end: End) -> None:
         if self._generated and not self._replays:
             self.missing("no log-probabilities were replayed")
@@ -239,5 +280,15 @@ class LogProbsReplay(Invariant):
         update = end.job.plan.update if end.job.plan else None
         if aspect == "loss" and update is not None and update.dropout:
             return "with dropout the loss computes another function than the engine"
-        samples = "supervised fine-tuning has no engine"
-        return samples if supervised(end.job.plan) else None
+        if supervised(end.job.plan):
+            return "supervised fine-tuning has no engine"
+        return _one_pass(end.job.plan) if aspect == "proximal" else None
+
+
+def _one_pass(plan: Plan | None) -> str | None:
+    """Why no ratio of a later pass is bound to the first one's; None where it is."""
+    if plan is None or plan.update.epochs_per_batch == 1:
+        return "each batch is passed over once"
+    if plan.update.sample_reuse == "at_most":
+        return "a replay buffer may score its samples anew at each use"
+    return None

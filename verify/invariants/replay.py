@@ -8,7 +8,7 @@ from sys import intern
 
 from shiftbook.ledger.events.base import Event
 from shiftbook.ledger.events.job import AttemptStarted, ExperimentForked, PlanAmended
-from shiftbook.ledger.events.state import CheckpointRestored
+from shiftbook.ledger.events.state import CheckpointRestored, CheckpointSaved
 from shiftbook.ledger.events.training import (
     BatchConsumed,
     SamplesDrawn,
@@ -22,6 +22,9 @@ from shiftbook.verify.lineage import WINDOW
 UNORDERED = 1e-5
 """Relative difference of two norms of one gradient whose float32 sums were taken in two orders,
 where the plan declares none: rounding makes some 1e-9, a lost group more than a thousandth."""
+
+MOST_BUNDLES = 256
+"""Bundles within an iteration that are remembered: a restore goes back to one of the last."""
 
 
 def _record(event: Event) -> Iterator[tuple[str, int, str]]:
@@ -51,7 +54,8 @@ def _begins_anew(event: Event) -> bool:
 class Replay(Invariant):
     """A recomputed iteration has identical digests where the plan declares bits.
 
-    The first record of each iteration stands against every later one, over all attempts. An
+    The first record of each iteration stands against every later one, over all attempts; a life
+    that begins within an iteration, from a bundle saved there, goes on counting its parts. An
     amendment or a fork ends the comparison. A job that declares ``distribution`` is not compared.
     With an unordered reduction an update has no bits to come to: where one begins from the same
     state with the same samples as before, the norm of its gradient may differ by the plan's
@@ -65,6 +69,7 @@ class Replay(Invariant):
         PlanAmended,
         ExperimentForked,
         AttemptStarted,
+        CheckpointSaved,
         CheckpointRestored,
         SamplesDrawn,
         SamplesGenerated,
@@ -77,6 +82,8 @@ class Replay(Invariant):
         self._first: OrderedDict[int, dict[str, tuple[str, int]]] = OrderedDict()
         self._seen: dict[tuple[int, str], int] = {}
         """How often the present life recorded something of an iteration: batches come in parts."""
+        self._at_bundle: OrderedDict[str, dict[tuple[int, str], int]] = OrderedDict()
+        """The same of iterations that were begun and not completed when a bundle was saved."""
         self._again = 0
         self._left: OrderedDict[int, frozenset[str]] = OrderedDict()
         """What was recorded of iterations before an amendment, a fork or a warm start."""
@@ -97,8 +104,11 @@ class Replay(Invariant):
             self._first.clear()
             self._norms.clear()
             return
+        if isinstance(event, CheckpointSaved):
+            self._saved(event)
+            return
         if isinstance(event, AttemptStarted | CheckpointRestored):
-            self._seen.clear()
+            self._seen = dict(self._at_bundle.get(event.bundle or "", ()))
             self._batch = (-1, [])
         if step.plan is None or step.plan.sampling.batch_composition != "bitwise":
             return
@@ -130,6 +140,16 @@ class Replay(Invariant):
                 action="Compare the rows of both records; restore whatever they depend on.",
                 others=(position, step.track.attempt_position),
             )
+
+    def _saved(self, event: CheckpointSaved) -> None:
+        """Remember what came before a bundle that is saved within an iteration."""
+        begun = {key: n for key, n in self._seen.items() if key[0] >= event.iteration}
+        if not begun:
+            return
+        self._at_bundle[event.bundle] = begun
+        self._at_bundle.move_to_end(event.bundle)
+        if len(self._at_bundle) > MOST_BUNDLES:
+            self._at_bundle.popitem(last=False)
 
     def _within(self, step: Step) -> None:
         """An update whose sums have no order, against the first one from the same state."""
