@@ -118,7 +118,11 @@ class SpoolingWriter:
         if adopted is None and self._path.exists():  # a writer of this name ran before
             self._spool = SpoolFile.create(self._path)
         if self._spool is not None:
-            self._resume(self._spool)
+            try:
+                self._resume(self._spool)
+            except BaseException:
+                self._spool.close()  # its lock would say that somebody looks after the file
+                raise
         if retry_s is not None:
             self._thread = threading.Thread(
                 target=self._retry, args=(retry_s,), name=f"spool {self.writer}", daemon=True
@@ -336,22 +340,29 @@ def drain_leftovers(
     ``evidence`` is where their segments belong: without it, and where it is another place than
     theirs, the records that wait for a segment go on waiting. ``writers`` are the only ones that
     are looked at, all without it. Files of living processes are left alone. Safe to call from
-    several processes at once.
+    several processes at once. Raises SpoolError for the first file that could not be read, copied
+    or removed, once all others are drained.
     """
     outcome: dict[str, Drained] = {}
+    faults: list[SpoolError] = []
     for path in sorted(directory.glob(f"*{SUFFIX}")):
         if writers is not None and path.stem not in writers:
             continue
-        file = SpoolFile.adopt(path)
-        if file is None:
-            continue
-        writer = SpoolingWriter(
-            append, directory, writer=path.stem, adopted=file, evidence=evidence
-        )
         try:
-            outcome[path.stem] = writer.drain()
-        finally:
-            writer.close()
+            file = SpoolFile.adopt(path)
+            if file is None:
+                continue
+            writer = SpoolingWriter(
+                append, directory, writer=path.stem, adopted=file, evidence=evidence
+            )
+            try:
+                outcome[path.stem] = writer.drain()
+            finally:
+                writer.close()
+        except SpoolError as error:
+            faults.append(error)
+    if faults:
+        raise faults[0]
     return outcome
 
 

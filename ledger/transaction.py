@@ -251,8 +251,8 @@ def _refuse_numbers(event: Event, cause: object, occurred_ns: object, position: 
     """Raise InvalidEvent for what the verifier would hold against the ledger for ever."""
     if cause is not None and not (type(cause) is int and 0 <= cause < position):
         raise InvalidEvent(
-            f"{event.type_()}: expected as its cause the position of an event before it, from 0 to "
-            f"{position - 1}, found {cause!r:.60}; give the position of an earlier receipt, or None"
+            f"{event.type_()}: expected as its cause the position of an event before it, which "
+            f"stands at {position}, found {cause!r:.60}; give one of an earlier receipt, or None"
         )
     if occurred_ns is not None and not (type(occurred_ns) is int and 0 <= occurred_ns < 1 << 63):
         raise InvalidEvent(

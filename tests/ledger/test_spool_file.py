@@ -232,6 +232,39 @@ def test_a_cause_that_is_no_earlier_event_is_set_aside(tmp_path: Path) -> None:
     assert "expected as its cause" in told
 
 
+def test_a_spool_that_cannot_be_read_keeps_no_other_waiting(tmp_path: Path) -> None:
+    folder = tmp_path / "spool"
+    (folder / "a.spool").mkdir(parents=True)
+    (folder / "w.spool").write_bytes(LINES[0])
+    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+        for _ in range(2):
+            with pytest.raises(SpoolError, match=r"read the spool .*a\.spool"):
+                drain_leftovers(ledger.append, folder)
+            assert [e.key for e in ledger.read(types=["ExperimentForked"])] == ["k0"]
+
+
+def test_a_spool_that_could_not_be_read_once_is_drained_by_the_next_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that failed gives the spool back, so it is not taken for somebody's."""
+    folder = tmp_path / "spool"
+    folder.mkdir()
+    (folder / "w.spool").write_bytes(LINES[0] + b"rotten\n")
+
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Ledger.open(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+        with monkeypatch.context() as patch:
+            patch.setattr(spool_file, "sync_path", full)
+            with pytest.raises(SpoolError, match="No space left"):
+                drain_leftovers(ledger.append, folder)
+            with pytest.raises(SpoolError, match="No space left"):
+                SpoolingWriter(ledger.append, folder, writer="w")
+        done = drain_leftovers(ledger.append, folder)
+        assert (done["w"].appended, done["w"].waiting) == (1, 0)
+
+
 def test_a_line_of_beginnings_and_ends_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
