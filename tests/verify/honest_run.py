@@ -95,7 +95,8 @@ def dataset_digest() -> str:
 
 def judged() -> list[str]:
     """Every invariant, and every aspect of one that the run has something of."""
-    idle = {"I12.rescored", "I18.counter", "recomputed.average", "recomputed.dropout"}
+    idle = {"I12.rescored", "I16.proximal", "I18.counter"}
+    idle |= {"recomputed.average", "recomputed.dropout"}
     aspects = [f"{i.id}.{aspect}" for i in INVARIANTS for aspect in i.aspects]
     return [i.id for i in INVARIANTS] + [name for name in aspects if name not in idle]
 
