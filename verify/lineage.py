@@ -84,8 +84,8 @@ class Sample:
     reward: float | None = None
     reward_tokens: str | None = None
     consumed: tuple[int, ...] = ()
-    proximal: str | None = None
-    """Digest of what the ratio was taken against as it was first consumed."""
+    proximal: tuple[int, str | None] | None = None
+    """Iteration that last consumed it, and digest of what its first pass took the ratio against."""
     dropped: int | None = None
     unknown: str | None = None
     """Why its record is not known (its rows are missing, or they were let go before a restore)."""
@@ -430,7 +430,9 @@ class Track:
         for uid, against in zip(rows["uid"], proximal, strict=True):
             sample = self.samples.get(uid)
             if sample is not None:
-                sample.proximal = sample.proximal if sample.consumed else against
+                known = sample.proximal if sample.consumed else None
+                if known is None or known[0] != event.iteration:
+                    sample.proximal = (event.iteration, against)
                 sample.consumed = (*sample.consumed, at)
         for rank, group in zip(rows["virtual_rank"], rows["group"], strict=True):
             self.pending.groups_by_rank.setdefault(rank, set()).add(group)

@@ -35,6 +35,9 @@ FAST = {
     "kl_detached": "recomputed",
     "copies_not_reduced": "I20",
     "group_fed_apart": "I5",
+    "loss_packs_leak": "I16",
+    "scored_between_passes": "I16",
+    "own_reward_in_baseline": "I12b",
 }
 """A fault of most kinds, and an invariant that must be among those that speak."""
 

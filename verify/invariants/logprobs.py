@@ -35,9 +35,9 @@ class LogProbsReplay(Invariant):
     training does can have widened it, and within MOST_NOISE. A calibration is no check. ``used``:
     the loss uses the engine's own values, bit for bit. ``loss``: where the loss is taken under the
     weights that sampled, its own log-probabilities lie as near to the engine's; where nothing was
-    declared or calibrated, within MOST_NOISE. ``proximal``: where each batch is passed over several
-    times, every pass takes its ratio against the values of the first one, bit for bit; out of a
-    replay buffer, samples may be scored anew at each use.
+    declared or calibrated, within MOST_NOISE. ``proximal``: where an iteration passes over a batch
+    several times, every pass takes its ratio against the values of the first one, bit for bit; a
+    later iteration, and a replay buffer, may score a sample anew.
     """
 
     id = "I16"
@@ -241,7 +241,7 @@ class LogProbsReplay(Invariant):
 
     def _proximal(self, step: Step) -> None:
         """Hold what a later pass takes its ratio against to what the first pass did."""
-        if _one_pass(step.plan) is not None:
+        if not isinstance(step.event, BatchConsumed) or _one_pass(step.plan) is not None:
             return
         if step.rows is None or step.rows.problem:
             self.missing("rows of BatchConsumed cannot be read", "proximal")
@@ -250,15 +250,18 @@ class LogProbsReplay(Invariant):
         wrong = []
         for uid, digest in zip(step.rows["uid"], against, strict=True):
             sample = step.track.samples.get(uid)
-            if sample is None or not sample.consumed:
+            if sample is None or not sample.consumed or sample.proximal is None:
                 continue  # the first pass says what it is; what was not drawn is I10's business
-            if digest is None or sample.proximal is None:
+            iteration, first = sample.proximal
+            if iteration != step.event.iteration:
+                continue  # a later batch may score it anew
+            if digest is None or first is None:
                 why = "consumed rows carry no log-probabilities that the ratio is taken against"
                 self.missing(sample.unknown or why, "proximal")
                 continue
             self.passed(1, "proximal")
-            if digest != sample.proximal:
-                wrong.append((uid, sample.proximal, digest, sample.consumed[0]))
+            if digest != first:
+                wrong.append((uid, first, digest, sample.consumed[-1]))
         if wrong:
             uid, expected, digest, at = wrong[0]
             self.flag(
