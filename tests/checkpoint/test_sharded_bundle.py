@@ -187,7 +187,7 @@ def test_a_warm_start_says_what_it_leaves_out(saved: SavedBundle) -> None:
         plan_restore(saved.manifest, headed, kind="warm-start", expected_missing=missing[:1])
     with pytest.raises(PartMismatch, match="value_head"):
         plan_restore(saved.manifest, headed, kind="warm-start", expected_missing=missing[1:])
-    with pytest.raises(PartMismatch, match=r"\['model/head'\] there"):
+    with pytest.raises(PartMismatch, match=r"\['model/head'\] to be missing, found them"):
         plan_restore(saved.manifest, model, kind="warm-start", expected_missing=["model/head"])
     smaller = {"model": {n: f for n, f in wanted["model"].items() if n != "head"}}
     with pytest.raises(PartMismatch, match="use a transfer"):

@@ -107,7 +107,7 @@ def test_flight_whole_and_difference(trainer: Trainer, ranks: int) -> None:
     with pytest.raises(TransferRefused, match="its first version"):
         _ = receivers[0].tensors
 
-    trainer.desk.open(trainer.publish(1, first), {"engine": ranks}, limit_s=30)
+    trainer.desk.open(trainer.publish(1, first), {"engine": ranks}, limit_s=120)
     done = sync_all(receivers)
     assert all(isinstance(one, Synced) and one.encoding == "whole" for one in done), done
     assert equal(logical([r.tensors for r in receivers], ranks), first)
@@ -117,7 +117,7 @@ def test_flight_whole_and_difference(trainer: Trainer, ranks: int) -> None:
 
     catalogue = trainer.publish(2, second)
     assert catalogue.base_version == 1
-    trainer.desk.open(catalogue, {"engine": ranks}, limit_s=30)
+    trainer.desk.open(catalogue, {"engine": ranks}, limit_s=120)
     done = sync_all(receivers)
     assert all(isinstance(one, Synced) and one.encoding == "patch" for one in done), done
     assert equal(logical([r.tensors for r in receivers], ranks), second)
@@ -155,7 +155,7 @@ def test_cluster_whole_and_difference() -> None:
             for o in offers:
                 o.open(catalogue)
             awake = ["a", "b"] if version != 1 else ["a"]
-            desk.open(catalogue, {name: len(engines[name]) for name in awake}, limit_s=30)
+            desk.open(catalogue, {name: len(engines[name]) for name in awake}, limit_s=120)
             done = sync_all([r for name in awake for r in engines[name]])
             assert all(isinstance(one, Synced) for one in done), done
             encodings = {one.encoding for one in done if isinstance(one, Synced)}
@@ -183,7 +183,7 @@ def test_torch_tensors_of_any_dtype_pass_as_they_are(tmp_path: Path) -> None:
     }
     trainer = Trainer(tmp_path, ranks=1)
     try:
-        trainer.desk.open(trainer.offers[0].publish(1, weights), {"e": 1}, limit_s=60)
+        trainer.desk.open(trainer.offers[0].publish(1, weights), {"e": 1}, limit_s=120)
         mine = {
             name: Stored(str(t.dtype).removeprefix("torch."), split(name, t.shape, 0, 0, 1))
             for name, t in weights.items()
@@ -209,7 +209,7 @@ def test_nan_is_carried_and_counted(trainer: Trainer) -> None:
     receivers = engine(lambda: trainer.links("e"), "e", 2)
     for version, weights in ((1, first), (2, second)):
         catalogue = trainer.publish(version, weights)
-        trainer.desk.open(catalogue, {"e": 2}, limit_s=60)
+        trainer.desk.open(catalogue, {"e": 2}, limit_s=120)
         assert all(isinstance(one, Synced) for one in sync_all(receivers))
     assert (catalogue.nan, catalogue.tensors["q"].nan) == (5, 4)
     assert equal(logical([r.tensors for r in receivers], 2), second)
@@ -220,7 +220,7 @@ def test_a_version_that_changed_nothing_is_a_delivery_too(trainer: Trainer) -> N
     weights = state(9)
     receivers = engine(lambda: trainer.links("e"), "e", 1)
     for version in (1, 2):
-        trainer.desk.open(trainer.publish(version, weights), {"e": 1}, limit_s=60)
+        trainer.desk.open(trainer.publish(version, weights), {"e": 1}, limit_s=120)
         (done,) = sync_all(receivers)
         assert isinstance(done, Synced), done
     assert receivers[0].version == 2
@@ -234,7 +234,7 @@ def test_only_the_slices_that_are_needed_travel(trainer: Trainer) -> None:
     trainer.publish(1, state(1))
     moved = {}
     for ranks in (1, 4):
-        trainer.desk.open(trainer.offers[0].newest(), {f"e{ranks}": ranks}, limit_s=30)
+        trainer.desk.open(trainer.offers[0].newest(), {f"e{ranks}": ranks}, limit_s=120)
         name = f"e{ranks}"
         before = [offers.served.parcels for offers in trainer.offers]
         receivers = engine(lambda n=name: trainer.links(n), name, ranks)
