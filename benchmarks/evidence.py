@@ -13,6 +13,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -44,6 +45,11 @@ def rows(count: int, seed: int = 0) -> dict[str, list[Any]]:
     }
 
 
+def read(data: bytes) -> pa.Table:
+    """The rows of a segment's bytes."""
+    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+
+
 def best_us(acts: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Least microseconds of each act, all in turn."""
     found = dict.fromkeys(acts, float("inf"))
@@ -62,16 +68,12 @@ def main() -> None:
     for count in parser.parse_args().rows:
         table = evidence.as_table(rows(count))
         ours, packed = evidence.segment_bytes(table), evidence.segment_bytes(table, "zstd")
-
-        def read(data: bytes) -> pa.Table:
-            return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
-
         took = best_us(
             {
-                "write": lambda: evidence.segment_bytes(table),  # noqa: B023
-                "write zstd": lambda: evidence.segment_bytes(table, "zstd"),  # noqa: B023
-                "read": lambda: read(ours),  # noqa: B023
-                "read zstd": lambda: read(packed),  # noqa: B023
+                "write": partial(evidence.segment_bytes, table),
+                "write zstd": partial(evidence.segment_bytes, table, "zstd"),
+                "read": partial(read, ours),
+                "read zstd": partial(read, packed),
             }
         )
         print(
